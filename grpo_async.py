@@ -1,14 +1,14 @@
 """Asynchronous GRPO with LoRA, on machines that share nothing but a bucket.
 
-    python grpo_async.py                                       # everything on this machine, a tiny model, about two minutes
+    python grpo_async.py                                       # everything on this machine: a tiny model, two minutes
     python grpo_async.py --role learner --bucket /mnt/run --model meta-llama/Meta-Llama-3-8B --data d.jsonl --task math
-    python grpo_async.py --role actor   --bucket /mnt/run      # any number, anywhere; samples in its own process
-    python grpo_async.py --role report  --bucket /mnt/run      # also: sampler, proxy, eval, export
+    python grpo_async.py --role actor --bucket /mnt/run        # any number, anywhere; samples in its own process
+    python grpo_async.py --role report --bucket /mnt/run       # also: sampler, proxy, eval, export
 
 The idea. Actors ask the newest policy for a group of G completions of one prompt, score them and write the group to
-the bucket. A learner that finds `groups_per_step` of them writes the log entry of the next step (which groups, which
-scalars), computes the gradient of each chunk of groups, writes it as a part, and applies the parts. Nobody waits for
-anybody by name: the bucket is a write-ahead log, and the state after step t is a fold of it,
+the bucket. A learner that finds enough groups writes the log entry of the next step (which groups, which scalars),
+computes the gradient of each chunk of groups, writes it as a part, and applies the parts. Nobody waits for anybody by
+name: the bucket is a write-ahead log, and the state after step t is a fold of it,
 
     state_t = apply(state_{t-1}, entry_t, parts_t)
 
@@ -20,20 +20,20 @@ Guarantees
  3. Every entry carries the sha256 of the state before it: divergence is seen at the next step.
  4. Nothing is deleted that a restart from the previous trusted checkpoint could need.
 
-Glossary: B rows of packed tokens, W tokens per row, G completions of a group, C completions, T tokens of the longest
-completion, V vocabulary, d hidden width, r LoRA rank.
+Glossary: B rows of packed tokens, W tokens per row, G completions of a group, C completions of a batch, T tokens of
+the longest one, N targets, d hidden width, r LoRA rank.
 
-Does NOT: train more than LoRA matrices, shard a model over GPUs, defend against a malicious writer to the bucket.
+Does NOT train anything but LoRA matrices, split a model over GPUs, or defend against a malicious writer to the bucket.
 
 [1] GRPO: Shao et al. 2024, arXiv:2402.03300   [2] DAPO: Yu et al. 2025, arXiv:2503.14476   [3] Dr. GRPO: Liu et al.
-2025, arXiv:2503.20783   [4] GSPO: Zheng et al. 2025, arXiv:2507.18071   [5] k3: schulman.com, "Approximating KL
-Divergence", 2020   [6] AdamW: Loshchilov & Hutter 2019, arXiv:1711.05101   [7] truncated importance sampling: Yao et
-al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
+2025, arXiv:2503.20783   [4] GSPO: Zheng et al. 2025, arXiv:2507.18071   [5] k3: Schulman 2020, "Approximating KL
+Divergence"   [6] AdamW: Loshchilov & Hutter 2019, arXiv:1711.05101
 """
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
@@ -60,19 +60,18 @@ from bucket import BucketError, Conflict, Corrupt, NotFound, open_bucket
 
 ROLE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 ROLE.add_argument("--role", default="all")
-# A proxy and the supervisor of a local run start in 0.2 s, and need no torch: every use of it is inside a function.
+# The supervisor of a local run, a proxy and a report start in 0.2 s and need no torch: it is used inside functions only.
 if __name__ != "__main__" or ROLE.parse_known_args()[0].role not in ("all", "proxy", "report"):
     import torch
     import torch.nn.functional as F
     from safetensors.torch import load as load_tensors, save as save_tensors
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     import lora
+    disable_progress_bar()
 
-VERSION = "0.1.0"
 LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in fp32 and far beyond any ratio that still means something
-POLL_S = 0.05           # between two looks at a folder; ten times as long for a bucket behind a network
-WAIT_LIMIT_S = 600      # for what a deployment must provide (run.json, a sampler): after it, exit 1
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 
@@ -84,10 +83,18 @@ class Diverged(Exception):
     """This learner's state is not the one that the log's next entry was written on; reload and fold again."""
 
 
+class Busy(Exception):
+    """A sampler cannot answer now (404 of a version just gone, 429, 5xx, transport): ask again, with back-off."""
+
+
+class Refused(Exception):
+    """A sampler will never answer this request (400): leave the prompt out."""
+
+
 def say(word: str, /, **values) -> None:
-    """Prints one key=value line (floats with 4 significant digits)."""
-    text = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-    print(f"{word} {text}".strip(), flush=True)
+    """Prints one key=value line; floats with 4 significant digits, nan for what was not measured."""
+    shown = {k: "nan" if v is None else f"{v:.4g}" if isinstance(v, float) else v for k, v in values.items()}
+    print(" ".join([word, *(f"{k}={v}" for k, v in shown.items())]).strip(), flush=True)
 
 
 def warn(message: str) -> None:
@@ -95,79 +102,92 @@ def warn(message: str) -> None:
 
 
 def crash_point(name: str, step: int) -> None:
-    """Dies like a lost machine at one named point of one step, when GRPO_CRASH=name:step asks for it (tests)."""
+    """Dies like a lost machine at one named point of one step, when GRPO_CRASH=name:step asks for it (for tests)."""
     if os.environ.get("GRPO_CRASH") == f"{name}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Wait:
+    """A wait that is never silent: says what it waits for after 5 s, then every 15 s, and gives up at its limit."""
+
+    def __init__(self, limit_s: float):
+        self.start, self.limit_s, self.next_word_s = time.monotonic(), limit_s, 5.0
+
+    def tick(self, what: str, pause_s: float) -> None:
+        """Pauses. BucketError when the limit (seconds; 0 is none) has passed."""
+        waited = time.monotonic() - self.start
+        if self.limit_s and waited > self.limit_s:
+            raise BucketError(f"waited {waited:.0f} s for {what}; --wait-s sets this limit")
+        if waited > self.next_word_s:
+            self.next_word_s += 15
+            print(f"waiting {waited:.0f} s for {what}", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
 
 
 # ---------------------------------------------------------------- 1. Tasks and rewards
 
 @dataclass
 class Task:
-    """What is asked and how answers are scored. rows: {"prompt": str or chat messages, other columns}."""
+    """What is asked and how answers are scored. rows: {"prompt": text or chat messages, other columns}."""
     rows: list[dict]
     eval_rows: list[dict]
-    rewards: list[tuple]                 # (name, weight, function with TRL's signature)
+    rewards: list[tuple]        # (name, weight, function with TRL's signature)
     tokenizer: object
-    max_prompt_tokens: int
     timeout_s: float = 60.0
-    raised: int = 0
+    failures: int = 0           # reward calls in a row that raised or hung
 
     def encode(self, prompt) -> list[int]:
-        """Token ids of a prompt: a string as it is, chat messages through the tokenizer's template."""
+        """Token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
         if isinstance(prompt, str):
             return self.tokenizer(prompt)["input_ids"]
         text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def score(self, row: dict, completions: list) -> list[float | None]:
-        """Weighted sum of the reward functions per completion; None where no function gave a number."""
-        ids = [c.token_ids for c in completions]
+        """Weighted sum of the reward functions for each lora.Completion; None where no function gave a number."""
+        n, ids = len(completions), [c.token_ids for c in completions]
         texts = [self.tokenizer.decode(i, skip_special_tokens=True) for i in ids]
-        is_chat = not isinstance(row["prompt"], str)
-        answers = [[{"role": "assistant", "content": t}] for t in texts] if is_chat else texts
-        columns = {k: [v] * len(ids) for k, v in row.items() if k != "prompt"}
-        columns |= {"prompts": [row["prompt"]] * len(ids), "completions": answers, "completion_ids": ids,
+        answers = texts if isinstance(row["prompt"], str) else [[{"role": "assistant", "content": t}] for t in texts]
+        columns = {k: [v] * n for k, v in row.items() if k != "prompt"}
+        columns |= {"prompts": [row["prompt"]] * n, "completions": answers, "completion_ids": ids,
                     "finish_reasons": [c.finish_reason for c in completions]}
-        totals: list[float | None] = [None] * len(ids)
+        totals: list[float | None] = [None] * n
         for name, weight, function in self.rewards:
-            for i, value in enumerate(self.call(name, function, columns)):
-                if value is not None:
-                    totals[i] = (totals[i] or 0.0) + weight * value
+            for i, value in enumerate(self.call(name, function, columns, n)):
+                totals[i] = totals[i] if value is None else (totals[i] or 0.0) + weight * value
         return totals
 
-    def call(self, name: str, function, columns: dict) -> list[float | None]:
+    def call(self, name: str, function, columns: dict, n: int) -> list[float | None]:
         """One reward function, in a thread of its own so that a hang costs `timeout_s` and not the actor.
 
-        An exception or a hang leaves this group's rollouts out, three in a row stop the actor; a result of the wrong
-        length stops it at once. NaN and infinities count as None."""
-        n, box = len(columns["completions"]), {}
-        accepts = inspect.signature(function).parameters
+        An exception or a hang leaves the n rollouts out, and three in a row are the user's mistake; so is a result of
+        the wrong length, at once. NaN and infinities count as None."""
+        accepts, box = inspect.signature(function).parameters, {}
         if not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
             columns = {k: v for k, v in columns.items() if k in accepts}
 
         def work():
             try:
                 box["values"] = list(function(**columns))
-            except Exception as error:  # whatever a user's function raises is reported with its name
+            except Exception as error:  # whatever a user's function raises is reported under its name
                 box["error"] = f"raised {type(error).__name__}: {error}"
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(self.timeout_s)
         if "values" not in box:
-            self.raised += 1
+            self.failures += 1
             problem = f"reward {name} {box.get('error', f'did not return within {self.timeout_s:g} s')}"
-            if self.raised >= 3:
-                raise UserError(f"{problem}, three times in a row; mend the function and start the actor again")
+            if self.failures >= 3:
+                raise UserError(f"{problem}, for the third time in a row; mend it and start the actor again")
             warn(f"{problem}; the {n} rollouts of this group are left out")
             return [None] * n
-        self.raised, values = 0, box["values"]
+        self.failures, values = 0, box["values"]
         if len(values) != n:
             raise UserError(f"reward {name} returned {len(values)} values for {n} completions; return one for each")
-        values = [None if v is None else float(v) for v in values]
-        if any(v is not None and not math.isfinite(v) for v in values):
+        finite = [float(v) if v is not None and math.isfinite(v) else None for v in values]
+        if any(v is not None and f is None for v, f in zip(values, finite)):
             warn(f"reward {name} returned {values}: rollouts without a finite reward are left out")
-        return [v if v is not None and math.isfinite(v) else None for v in values]
+        return finite
 
 
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
@@ -175,8 +195,8 @@ NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 def add_reward(completions, answer, finish_reasons, **_) -> list[float]:
     """1 when the completion ended by itself and its last number is the sum."""
-    return [float(stop == "stop" and re.findall(r"\d+", text)[-1:] == [str(want)])
-            for text, want, stop in zip(completions, answer, finish_reasons)]
+    return [float(reason == "stop" and re.findall(r"\d+", text)[-1:] == [str(want)])
+            for text, want, reason in zip(completions, answer, finish_reasons)]
 
 
 def math_reward(completions, answer, **_) -> list[float]:
@@ -184,20 +204,15 @@ def math_reward(completions, answer, **_) -> list[float]:
     ####, else the last number (or, where the answer is a letter A to J, the last such letter standing alone)."""
     def canonical(text: str) -> str:
         text = text.strip().strip("$. ").replace(",", "")
-        try:
-            return repr(float(text))
-        except ValueError:
-            return text.upper()
+        return repr(float(text)) if re.fullmatch(r"[-+]?\d*\.?\d+", text) else text.upper()
 
-    def final(text: str, letter: bool) -> str:
-        boxed, hashed = re.findall(r"\\boxed\{([^{}]*)\}", text), text.rpartition("####")
-        if boxed or hashed[1]:
-            return boxed[-1] if boxed else (hashed[2].strip().splitlines() or [""])[0]
-        found = re.findall(r"(?<![A-Za-z])[A-Ja-j](?![A-Za-z])", text) if letter else NUMBER.findall(text)
-        return found[-1] if found else ""
+    def final(text: str, is_letter: bool) -> str:
+        boxed, hashed = re.findall(r"\\boxed\{([^{}]*)\}", text), re.findall(r"####[ \t]*([^\n]*)", text)
+        found = re.findall(r"(?<![A-Za-z])[A-J](?![A-Za-z])", text) if is_letter else NUMBER.findall(text)
+        return next((x[-1] for x in (boxed, hashed, found) if x), "")
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    wants = [final(str(a), False) if "####" in str(a) else str(a) for a in answer]
-    return [float(canonical(final(t, re.fullmatch(r"\s*[A-Ja-j]\s*", w) is not None)) == canonical(w))
+    wants = [final(a, False) if "####" in a else a for a in map(str, answer)]  # GSM8K's answers end in "#### n"
+    return [float(canonical(final(t, re.fullmatch(r"\s*[A-J]\s*", w) is not None)) == canonical(w))
             for t, w in zip(texts, wants)]
 
 
@@ -212,9 +227,8 @@ def read_rows(text: str, name: str) -> list[dict]:
         except json.JSONDecodeError as error:
             raise UserError(f"{name} line {number}: not JSON ({error.msg}); expected one object per line") from None
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        is_chat = isinstance(prompt, list) and prompt and all(
-            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-        if not is_chat and not (isinstance(prompt, str) and prompt):
+        is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+        if not prompt or not (is_chat or isinstance(prompt, str)):
             raise UserError(f'{name} line {number}: expected "prompt" as text or chat messages, got {prompt!r:.80}')
         rows.append(row)
     if not rows:
@@ -272,9 +286,9 @@ def completion_means(per_token, mask):
     return (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-# Each loss takes log ratios [C, T], mask [C, T] (trained tokens), advantages [C], clip bounds, the cap on r (inf: none)
-# and a penalty per token [C, T] (beta k3 r; 0 without --kl). It returns (sum, count); the step divides the sum over all
-# chunks by the sum of the counts, so a step adds up exactly however it is cut.
+# Each loss takes log ratios [C, T], the mask of trained tokens [C, T], advantages [C], the clip bounds, the cap on r
+# (inf: none) and a penalty per token [C, T] (beta k3 r; 0 without --kl). It returns (sum, count); a step divides the sum
+# over all its chunks by the sum of their counts, so it adds up exactly however it is cut.
 
 def dapo_loss(log_r, mask, advantage, low, high, cap, penalty):
     """Token-level loss [2]: sum over all trained tokens / their number."""
@@ -290,33 +304,33 @@ def grpo_loss(log_r, mask, advantage, low, high, cap, penalty):
 
 
 def dr_grpo_loss(log_r, mask, advantage, low, high, cap, penalty, max_tokens):
-    """No length and no std normalisation [3]: token sum / (rollouts x max tokens). Advantages come without std."""
-    total, _ = dapo_loss(log_r, mask, advantage, low, high, cap, penalty)
-    return total, mask.any(1).sum() * max_tokens
+    """No length and no std normalisation [3]: token sum / (rollouts x max tokens); advantages come without std."""
+    return dapo_loss(log_r, mask, advantage, low, high, cap, penalty)[0], mask.any(1).sum() * max_tokens
 
 
 def gspo_loss(log_r, mask, advantage, low, high, cap, penalty):
-    """Sequence-level ratio [4]: r = exp(mean log ratio of the completion); its length never enters r."""
+    """Sequence-level ratio [4]: r = exp(mean log ratio of the completion), so its length never enters r."""
     ratio = completion_means(log_r, mask).exp().clamp(max=cap)
-    return (surrogate(ratio, advantage, low, high) * mask.any(1) + completion_means(penalty * mask, mask)).sum(), \
-        mask.any(1).sum()
+    per_completion = surrogate(ratio, advantage, low, high) * mask.any(1) + completion_means(penalty, mask)
+    return per_completion.sum(), mask.any(1).sum()
 
 
 LOSSES = {"dapo": (dapo_loss, 0.2, 0.28), "grpo": (grpo_loss, 0.2, 0.2), "dr_grpo": (dr_grpo_loss, 0.2, 0.2),
-          "gspo": (gspo_loss, 3e-4, 4e-4)}  # name: function, default clip below and above 1
+          "gspo": (gspo_loss, 3e-4, 4e-4)}  # name: function, default clip distance below and above 1
 
 
-def normaliser(update: dict, mask) -> float:
-    """The loss's count for trained-token mask lengths: what the loss function itself returns, known before computing.
-    mask: trained tokens of each completion that enters the loss, as a list of ints."""
-    trained = [n for n in mask if n > 0]
-    return float({"dapo": sum(trained), "dr_grpo": len(trained) * update["max_tokens"]}.get(update["loss"], len(trained)))
+def normaliser(update: dict, trained_tokens: list[int]) -> float:
+    """The count that the loss will return, known beforehand from the trained tokens of each completion."""
+    completions = sum(n > 0 for n in trained_tokens)
+    by_loss = {"dapo": sum(trained_tokens), "dr_grpo": completions * update["max_tokens"]}
+    return float(by_loss.get(update["loss"], completions))
+
 
 # ---------------------------------------------------------------- 3. Packing and gradients
 
 @dataclass
 class Group:
-    """One prompt's completions: what an actor writes and a learner trains on. All lists have one item per rollout."""
+    """One prompt's completions: what an actor writes and a learner trains on. Lists have one item per rollout."""
     prompt_id: int
     prompt_ids: list[int]
     completion_ids: list[list[int]]
@@ -324,8 +338,8 @@ class Group:
     rewards: list[float]
     versions: list[int]
     truncated: list[bool]
-    text: dict = field(default_factory=dict)     # {"prompt", "completions"}: for people
-    adapter_sha256: dict = field(default_factory=dict)
+    text: dict = field(default_factory=dict)            # {"prompt", "completions", "rewards"}: for people
+    adapter_sha256: dict = field(default_factory=dict)  # of each version's weights
     key: str = ""
 
     @property
@@ -336,77 +350,78 @@ class Group:
         """Tokens of each completion that enter the loss: 0 for one that has no gradient or is masked."""
         if self.is_equal and not run["kl"]:
             return [0] * len(self.rewards)
-        return [0 if run["mask_truncated"] and cut else len(ids)
-                for ids, cut in zip(self.completion_ids, self.truncated)]
+        return [0 if run["mask_truncated"] and is_cut else len(ids)
+                for ids, is_cut in zip(self.completion_ids, self.truncated)]
 
 
 @dataclass
 class Policy:
-    """A frozen base with LoRA slots. Slot 0 trains; slot 1 re-scores rollouts under their own version."""
+    """A frozen base with LoRA slots. In a learner slot 0 trains and slot 1 re-scores under a rollout's own version."""
     model: object
     lora: object
     tokenizer: object
     stop_ids: list[int]
 
     @property
-    def device(self):
-        return next(self.model.parameters()).device
+    def shares_prompts(self) -> bool:
+        """True when every layer is full attention, so that completions can stand behind one shared prompt."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        return set(kinds) <= {"full_attention"} if kinds else not getattr(config, "sliding_window", None)
 
 
 @dataclass
 class Rows:
-    """Packed completions. In a row each group's prompt stands once, its completions behind it (branches); completion
-    tokens see the prompt and their own branch. The last token of a completion is only a target, so it takes no place."""
-    ids: object            # [B, W] token ids
-    positions: object      # [B, W] position in its own sequence: every branch continues after the prompt
-    prompt: object         # [B, W] number of the prompt in the row; -1 is padding
-    branch: object         # [B, W] 0 for the prompt, 1.. for its completions
-    predictor: object      # [C, T] index into B*W of the token whose output predicts target [c, t]
-    targets: object        # [C, T] token ids
-    mask: object           # [C, T] bool, true where there is a target
+    """Packed completions. In a row a group's prompt stands once, its completions behind it (branches); a token sees
+    the prompt and its own branch. The last token of a completion is only a target, so it takes no place."""
+    ids: object               # [B, W] token ids
+    positions: object         # [B, W] position in its own sequence: every branch continues after the prompt
+    prompt: object            # [B, W] number of the prompt in the row; -1 is padding
+    branch: object            # [B, W] 0 for the prompt, 1.. for its completions
+    predictor: object         # [C, T] index into B*W of the token whose output predicts target [c, t]
+    targets: object           # [C, T] token ids
+    mask: object              # [C, T] bool, true where there is a target
     sampler_logprobs: object  # [C, T]
-    advantage: object      # [C]
-    n_inputs: int
+    advantage: object         # [C]
 
 
 def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tuple]:
-    """Cuts groups into (prompt ids, [(ids, sampler logprobs, advantage)]) of at most `budget` tokens each; with
-    share=False one completion each, for models whose layers are not all full attention."""
+    """Cuts groups into (prompt ids, [(ids, sampler logprobs, advantage)]) of at most `budget` tokens where possible;
+    with share=False one completion each, for models whose layers are not all full attention."""
     found = []
     for g in groups:
+        size = budget + 1  # more than a piece: the first completion opens one
         scaled = advantages(g.rewards, run["loss"] != "dr_grpo")
-        size = budget + 1
         for ids, sampler, a, n in zip(g.completion_ids, g.sampler_logprobs, scaled, g.trained_tokens(run)):
-            if not n:
-                continue
-            if size + n - 1 > budget or not share:
+            if n and (size + n - 1 > budget or not share):
                 found.append((g.prompt_ids, []))
                 size = len(g.prompt_ids)
-            found[-1][1].append((ids, sampler, a))
-            size += n - 1
+            if n:
+                found[-1][1].append((ids, sampler, a))
+                size += n - 1
     return found
 
 
-def pack(found: list[tuple], budget: int, share: bool, device) -> list[Rows]:
-    """First-fit decreasing of pieces into rows of one width, `budget` tokens of rows per forward."""
+def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Rows]:
+    """First-fit decreasing of pieces into rows of one width; at most `budget` tokens of rows (or one row) a forward."""
     def length(piece):
         return len(piece[0]) + sum(len(ids) - 1 for ids, _, _ in piece[1])
-    found = sorted(found, key=length, reverse=True)  # stable: the order of equal lengths is the groups' order
-    batches = []
+    found, batches = sorted(found, key=length, reverse=True), []  # stable: equal lengths keep the groups' order
     while found:
         width = max(length(found[0]), min(budget, 256) if share else 0)
-        rows, left = [], []
+        rows, used, left = [], [], []
         for piece in found:
-            row = next((r for r in rows if share and r[0] + length(piece) <= width), None)
-            if row is None and (not rows or (len(rows) + 1) * width <= budget):
-                row = [0]
-                rows.append(row)
-            if row is None:
+            fits = next((i for i, n in enumerate(used) if share and n + length(piece) <= width), None)
+            if fits is None and (not rows or (len(rows) + 1) * width <= budget):
+                fits = len(rows)
+                rows.append([])
+                used.append(0)
+            if fits is None:
                 left.append(piece)
-                continue
-            row[0] += length(piece)
-            row.append(piece)
-        batches.append(fill([row[1:] for row in rows], width, device))
+            else:
+                rows[fits].append(piece)
+                used[fits] += length(piece)
+        batches.append(fill(rows, width, device))
         found = left
     return batches
 
@@ -415,7 +430,6 @@ def fill(rows: list[list[tuple]], width: int, device) -> Rows:
     """The tensors of packed rows, padded to `width`."""
     ids, positions, prompt, branch, predictor, targets, sampler, advantage = ([] for _ in range(8))
     for b, row in enumerate(rows):
-        start = len(ids)
         for p, (prompt_ids, completions) in enumerate(row):
             P = len(prompt_ids)
             last = len(ids) + P - 1
@@ -433,140 +447,98 @@ def fill(rows: list[list[tuple]], width: int, device) -> Rows:
                 branch += [j] * n
             prompt += [p] * (len(ids) - len(prompt))
         pad = (b + 1) * width - len(ids)
-        ids, positions, branch, prompt = ids + [0] * pad, positions + [0] * pad, branch + [0] * pad, prompt + [-1] * pad
-        assert len(ids) == start + width, (len(ids), start, width)
-    C, T = len(targets), max(map(len, targets))
+        for values, value in ((ids, 0), (positions, 0), (branch, 0), (prompt, -1)):
+            values += [value] * pad
+    T = max(map(len, targets))
 
     def padded(lists, dtype):
-        out = torch.zeros(C, T, dtype=dtype)
-        for c, values in enumerate(lists):
-            out[c, :len(values)] = torch.tensor(values, dtype=dtype)
-        return out.to(device)
-    mask = torch.arange(T) < torch.tensor([len(t) for t in targets])[:, None]  # [C, T]
+        return torch.tensor([list(x) + [0] * (T - len(x)) for x in lists], dtype=dtype, device=device)  # [C, T]
+    mask = torch.arange(T, device=device) < torch.tensor([len(t) for t in targets], device=device)[:, None]  # [C, T]
     shaped = [torch.tensor(x, device=device).view(len(rows), width) for x in (ids, positions, prompt, branch)]  # [B, W]
-    return Rows(*shaped, padded(predictor, torch.long), padded(targets, torch.long), mask.to(device),
-                padded(sampler, torch.float32), torch.tensor(advantage, dtype=torch.float32, device=device),
-                n_inputs=sum(x >= 0 for x in prompt))
+    return Rows(*shaped, padded(predictor, torch.long), padded(targets, torch.long), mask, padded(sampler, torch.float32),
+                torch.tensor(advantage, dtype=torch.float32, device=device))
 
 
-def attention_mask(rows: Rows, model, share: bool):
-    """Which token sees which: [B, 1, W, W] added to the scores (or flex attention's BlockMask of the same rule)."""
-    if not share:
-        return None  # one sequence per row, padding behind it: causality alone is right, also for sliding windows
-    B, W = rows.ids.shape
+def attention_mask(rows: Rows, policy: Policy):
+    """Which token sees which: [B, 1, W, W] added to the scores, or flex attention's BlockMask of the same rule.
+
+    None without shared prompts: one sequence per row, padding behind it, so causality is enough, windows or not."""
+    if not policy.shares_prompts:
+        return None
+    (B, W), device, dtype = rows.ids.shape, rows.ids.device, policy.model.dtype
     prompt, branch = rows.prompt, rows.branch
 
     def sees(b, h, q, k):
         return (k <= q) & (prompt[b, q] == prompt[b, k]) & ((branch[b, k] == 0) | (branch[b, k] == branch[b, q]))
-    if model.config._attn_implementation == "flex_attention":
+    if policy.model.config._attn_implementation == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
-        return create_block_mask(sees, B, None, W, W, device=rows.ids.device)
-    q, k = torch.arange(W, device=prompt.device)[:, None], torch.arange(W, device=prompt.device)[None, :]
-    visible = sees(torch.arange(B, device=prompt.device)[:, None, None], None, q[None], k[None])  # [B, W, W]
-    zero = torch.zeros((), dtype=model.dtype, device=prompt.device)
-    return torch.where(visible, zero, torch.finfo(model.dtype).min)[:, None]
-
-
-def shares_prompts(model) -> bool:
-    """True when every layer is full attention, so that a group's completions can stand behind one prompt."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    return set(kinds) <= {"full_attention"} if kinds else not getattr(config, "sliding_window", None)
+        return create_block_mask(sees, B, None, W, W, device=device)
+    at = torch.arange(W, device=device)
+    visible = sees(torch.arange(B, device=device)[:, None, None], 0, at[None, :, None], at[None, None, :])  # [B, W, W]
+    return torch.zeros(B, 1, W, W, dtype=dtype, device=device).masked_fill(~visible[:, None], torch.finfo(dtype).min)
 
 
 def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: float):
-    """Learner logprobs [C, T] (0 where there is no target) and entropies [N] of the targets, under one slot."""
-    share = shares_prompts(policy.model)
+    """Learner logprobs [C, T] (0 where there is no target) and entropies [N] of the targets under a slot (None: base)."""
     with policy.lora.use(slot):
         hidden = lora.backbone(policy.model)(
             input_ids=rows.ids, position_ids=rows.positions, use_cache=False,
-            attention_mask=attention_mask(rows, policy.model, share)).last_hidden_state  # [B, W, d]
+            attention_mask=attention_mask(rows, policy)).last_hidden_state  # [B, W, d]
     head = lora.head(policy.model)
     taken = hidden.flatten(0, 1)[rows.predictor[rows.mask]]  # [N, d]
     logprobs, entropy = lora.token_logprobs(taken, head.weight, head.bias, rows.targets[rows.mask], temperature)
-    out = torch.zeros(rows.mask.shape, device=logprobs.device)
-    return out.masked_scatter(rows.mask, logprobs.float()), entropy
+    return torch.zeros(rows.mask.shape, device=logprobs.device).masked_scatter(rows.mask, logprobs), entropy
 
 
 def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict, budget: int) -> tuple[dict, dict]:
-    """The gradient of the summed loss of some groups, under the adapter in slot 0: ({name: fp32 CPU tensor}, sums).
+    """The gradient of the summed loss of some groups under the adapter in slot 0: ({name: fp32 CPU tensor}, sums).
 
-    sums are what the step's metrics are made of; ratio, kl, entropy and clip sums run over trained tokens."""
-    parameters = policy.lora.parameters(0)
+    sums are what a step's metrics are made of: ratio, kl, entropy and clipped run over trained tokens."""
+    parameters = policy.lora.train(0)
     for p in parameters.values():
         p.grad = None
     rewards = [x for g in groups for x in g.rewards]
-    sums = {"count": 0.0, "loss": 0.0, "ratio": 0.0, "kl": 0.0, "entropy": 0.0, "clipped": 0.0, "trained_tokens": 0,
-            "input_tokens": 0, "rollouts": len(rewards), "reward": sum(rewards),
-            "completion_tokens": sum(len(i) for g in groups for i in g.completion_ids),
-            "truncated": sum(sum(g.truncated) for g in groups)}
-    share = shares_prompts(policy.model)
-    loss_function, low, high = LOSSES[update["loss"]][0], update["clip_low"], update["clip_high"]
+    sums = dict.fromkeys(("count", "loss", "ratio", "kl", "entropy", "clipped", "trained_tokens"), 0.0)
+    sums |= {"rollouts": len(rewards), "reward": sum(rewards), "truncated": sum(sum(g.truncated) for g in groups),
+             "completion_tokens": sum(len(i) for g in groups for i in g.completion_ids)}
+    loss_function, low, high, cap = LOSSES[update["loss"]][0], update["clip_low"], update["clip_high"], update["tis"] or math.inf
     extra = {"max_tokens": update["max_tokens"]} if update["loss"] == "dr_grpo" else {}
-    cap = update["tis"] or math.inf
-    for rows in pack(pieces(groups, run, budget, share), budget, share, policy.device):
+    share = policy.shares_prompts
+    for rows in pack(pieces(groups, run, budget, share), budget, share, policy.model.device):
         learner_logprobs, entropy = row_logprobs(policy, rows, 0, update["temperature"])
         log_r = log_ratio(learner_logprobs, rows.sampler_logprobs, rows.mask)
-        penalty = torch.zeros_like(log_r)
+        kl = penalty = torch.zeros_like(log_r)
         if update["kl"]:
             with torch.no_grad():
                 reference_logprobs, _ = row_logprobs(policy, rows, None, update["temperature"])
             kl = k3(learner_logprobs, reference_logprobs, rows.mask)
             penalty = update["kl"] * kl * log_r.detach().exp().clamp(max=cap)
-            sums["kl"] += (kl.detach() * rows.mask).sum().item()
         loss, count = loss_function(log_r, rows.mask, rows.advantage, low, high, cap, penalty, **extra)
         loss.backward()
         ratio, a = log_r.detach().exp(), rows.advantage[:, None]
         clipped = rows.mask & (((ratio > 1 + high) & (a > 0)) | ((ratio < 1 - low) & (a < 0)))
-        for name, value in (("count", count), ("loss", loss.detach()), ("ratio", (ratio * rows.mask).sum()),
-                            ("entropy", entropy.sum()), ("clipped", clipped.sum())):
+        for name, value in (("count", count), ("loss", loss), ("ratio", ratio[rows.mask].sum()), ("kl", kl[rows.mask].sum()),
+                            ("entropy", entropy.sum()), ("clipped", clipped.sum()), ("trained_tokens", rows.mask.sum())):
             sums[name] += value.item()
-        sums["trained_tokens"] += int(rows.mask.sum())
-        sums["input_tokens"] += rows.n_inputs
-    return {name: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu() for name, p in parameters.items()}, sums
+    return {n: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu() for n, p in parameters.items()}, sums
 
 
 def rescore(policy: Policy, group: Group, tensors: dict, run: dict, budget: int) -> tuple[float, int]:
     """Sum of |learner - sampler logprob| over a group's tokens under the adapter that sampled them, and their number."""
     policy.lora.load(1, tensors)
-    share = shares_prompts(policy.model)
-    neutral = run | {"kl": 1.0, "mask_truncated": False}  # every completion counts here
-    total, n = 0.0, 0
+    everything, total, n = run | {"kl": 1.0, "mask_truncated": False}, 0.0, 0
     with torch.no_grad():
-        for rows in pack(pieces([group], neutral, budget, share), budget, share, policy.device):
+        for rows in pack(pieces([group], everything, budget, policy.shares_prompts), budget, policy.shares_prompts, policy.model.device):
             logprobs, _ = row_logprobs(policy, rows, 1, run["temperature"])
-            total += ((logprobs - rows.sampler_logprobs).abs() * rows.mask).sum().item()
+            total += (logprobs - rows.sampler_logprobs)[rows.mask].abs().sum().item()
             n += int(rows.mask.sum())
     return total, n
 
 
-# ---------------------------------------------------------------- 4. The log: groups, parts, states
-
-def pack_object(kind: str, tensors: dict, **header) -> bytes:
-    """A safetensors object with a named, versioned JSON header and the sha256 of its tensors."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    header = {"format": f"async-grpo-{kind}", "version": 1, "sha256": digest(tensors), **header}
-    return save_tensors(tensors, {"json": json.dumps(header, sort_keys=True)})
-
-
-def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
-    """(tensors, header) of an object of `pack_object`; Corrupt when anything about it is not as written."""
-    try:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8:8 + size])["__metadata__"]["json"])
-        tensors = load_tensors(data)
-    except Exception as error:  # safetensors, JSON and unicode errors alike: these bytes are not an object of ours
-        raise Corrupt(f"not a {kind}: {type(error).__name__}: {error}") from None
-    got = header.get("format"), header.get("version"), header.get("run_id")
-    if got != (f"async-grpo-{kind}", 1, run_id):
-        raise Corrupt(f"not a {kind} of this run: got {got}")
-    if digest(tensors) != header["sha256"]:
-        raise Corrupt(f"{kind}: its tensors do not have the sha256 in its header")
-    return tensors, header
-
+# ---------------------------------------------------------------- 4. The log: objects, entries, state
 
 def digest(tensors: dict) -> str:
-    """sha256 over tensors in name order: name, shape, then the values as little-endian fp32 (integers as int64)."""
+    """sha256 over tensors in name order: name, shape, values as little-endian fp32 (integers as int64)."""
     h = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu()
@@ -576,15 +548,37 @@ def digest(tensors: dict) -> str:
     return h.hexdigest()
 
 
+def pack_object(kind: str, tensors: dict, **header) -> bytes:
+    """A safetensors object with a named, versioned JSON header that holds the sha256 of its tensors."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    header = {"format": f"async-grpo-{kind}", "version": 1, "sha256": digest(tensors), **header}
+    return save_tensors(tensors, {"json": json.dumps(header, sort_keys=True)})
+
+
+def read_header(data: bytes) -> dict:
+    return json.loads(json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]["json"])
+
+
+def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
+    """(tensors, header) of an object of `pack_object`; Corrupt when anything about it is not as written."""
+    try:
+        header, tensors = read_header(data), load_tensors(data)
+    except Exception as error:  # safetensors, JSON, key and unicode errors alike: these bytes are not an object of ours
+        raise Corrupt(f"not a {kind}: {type(error).__name__}: {error}") from None
+    if (got := (header.get("format"), header.get("version"), header.get("run_id"))) != (f"async-grpo-{kind}", 1, run_id):
+        raise Corrupt(f"not a {kind} of this run: got {got}")
+    if digest(tensors) != header.get("sha256"):
+        raise Corrupt(f"{kind}: its tensors do not have the sha256 in its header")
+    return tensors, header
+
+
 def write_group(g: Group, run: dict) -> bytes:
-    lengths = [len(i) for i in g.completion_ids]
-    tensors = {"prompt_ids": torch.tensor(g.prompt_ids), "lengths": torch.tensor(lengths),
-               "completion_ids": torch.tensor([t for ids in g.completion_ids for t in ids]),
-               "sampler_logprobs": torch.tensor([x for row in g.sampler_logprobs for x in row], dtype=torch.float32),
-               "rewards": torch.tensor(g.rewards, dtype=torch.float32), "versions": torch.tensor(g.versions),
-               "truncated": torch.tensor(g.truncated).long()}
-    return pack_object("group", tensors, run_id=run["run_id"], prompt_id=g.prompt_id, text=g.text,
-                       adapter_sha256=g.adapter_sha256)
+    flat_ids, flat_logprobs = (list(itertools.chain(*x)) for x in (g.completion_ids, g.sampler_logprobs))
+    tensors = {"prompt_ids": g.prompt_ids, "lengths": [len(i) for i in g.completion_ids], "completion_ids": flat_ids,
+               "versions": g.versions, "truncated": [int(x) for x in g.truncated]}
+    floats = {"sampler_logprobs": flat_logprobs, "rewards": g.rewards}
+    tensors = {k: torch.tensor(v) for k, v in tensors.items()} | {k: torch.tensor(v, dtype=torch.float32) for k, v in floats.items()}
+    return pack_object("group", tensors, run_id=run["run_id"], prompt_id=g.prompt_id, text=g.text, adapter_sha256=g.adapter_sha256)
 
 
 def read_group(data: bytes, key: str, run: dict) -> Group:
@@ -594,113 +588,32 @@ def read_group(data: bytes, key: str, run: dict) -> Group:
         lengths, K = t["lengths"].tolist(), len(t["rewards"])
         ids, logprobs = t["completion_ids"].split(lengths), t["sampler_logprobs"].split(lengths)
         vocabulary = torch.cat([t["prompt_ids"], t["completion_ids"]])
-        sane = (1 <= K <= run["group_size"] and len(lengths) == len(t["versions"]) == len(t["truncated"]) == K
-                and 1 <= min(lengths) and max(lengths) <= run["max_tokens"] and len(t["prompt_ids"]) > 0
-                and t["sampler_logprobs"].isfinite().all() and bool((t["sampler_logprobs"] <= 1e-4).all())
-                and t["rewards"].isfinite().all() and 0 <= vocabulary.min() and vocabulary.max() < run["vocabulary"]
-                and int(t["versions"].min()) == version_of(key))
+        is_sane = (1 <= K <= run["group_size"] and len(lengths) == len(t["versions"]) == len(t["truncated"]) == K
+                   and 1 <= min(lengths) and max(lengths) <= run["max_tokens"] and len(t["prompt_ids"]) > 0
+                   and t["sampler_logprobs"].isfinite().all() and (t["sampler_logprobs"] <= 1e-4).all()
+                   and t["rewards"].isfinite().all() and 0 <= vocabulary.min() and vocabulary.max() < run["vocabulary"]
+                   and int(t["versions"].min()) == number_in(key))
     except (KeyError, RuntimeError, ValueError) as error:
         raise Corrupt(f"tensors do not fit together: {error}") from None
-    if not sane:
+    if not is_sane:
         raise Corrupt("a shape, range, version or finiteness check fails")
-    return Group(header["prompt_id"], t["prompt_ids"].tolist(), [i.tolist() for i in ids],
-                 [x.tolist() for x in logprobs], t["rewards"].tolist(), t["versions"].tolist(),
-                 [bool(x) for x in t["truncated"]], header["text"], header["adapter_sha256"], key)
+    return Group(header["prompt_id"], t["prompt_ids"].tolist(), [i.tolist() for i in ids], [x.tolist() for x in logprobs],
+                 t["rewards"].tolist(), t["versions"].tolist(), t["truncated"].bool().tolist(), header["text"],
+                 header["adapter_sha256"], key)
 
 
-def version_of(key: str) -> int:
-    """The policy version in a group's key, groups/000007-…"""
-    return int(key.split("/")[1][:6])
+def number_in(key: str) -> int:
+    """The version of a group's or an adapter's key, the step of any other: the six digits of its second segment."""
+    return int(key.split("/")[1].lstrip("v")[:6])
 
 
-def step_of(key: str) -> int:
-    """The step in a key like steps/000034.json, parts/000034/… or checkpoints/000100/…"""
-    return int(key.split("/")[1][:6])
-
-
-@dataclass
-class State:
-    """What is folded: the adapter and AdamW's moments, fp32 on the CPU. updates counts the steps that changed it."""
-    step: int
-    updates: int
-    adapter: dict
-    exp_avg: dict
-    exp_avg_sq: dict
-
-    def tensors(self) -> dict:
-        parts = {"adapter": self.adapter, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        named = {f"{kind}.{name}": t for kind, tensors in parts.items() for name, t in tensors.items()}
-        return named | {"updates": torch.tensor([self.updates])}
-
-    @classmethod
-    def of(cls, step: int, tensors: dict) -> State:
-        kinds = {kind: {n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")}
-                 for kind in ("adapter", "exp_avg", "exp_avg_sq")}
-        return cls(step, int(tensors["updates"]), **kinds)
-
-
-def apply(state: State, update: dict, parts: list[dict]) -> tuple[State, float]:
-    """State t from state t-1, the entry's scalars and its parts in chunk order; also the gradient's norm.
-
-    A left fold in fp32, one clip (norm in float64, coefficient rounded to fp32), then AdamW [6] written out. Subtle:
-    one elementwise operation at a time. Fused kernels (and alpha=, addcmul) round differently between builds, and
-    every learner must get the same bits."""
-    grads = dict(parts[0])
-    for part in parts[1:]:
-        grads = {name: g + part[name] for name, g in grads.items()}
-    if update["normaliser"]:
-        grads = {name: g / update["normaliser"] for name, g in grads.items()}
-    norm = math.sqrt(sum(g.double().square().sum().item() for g in grads.values()))
-    if not update["normaliser"] or not math.isfinite(norm):
-        return replace(state, step=state.step + 1), norm
-    if update["clip_norm"] and norm > update["clip_norm"]:
-        grads = {name: g * torch.tensor(update["clip_norm"] / norm, dtype=torch.float32) for name, g in grads.items()}
-    b1, b2, lr, k = update["beta1"], update["beta2"], update["lr"], state.updates + 1
-    new = State(state.step + 1, k, {}, {}, {})
-    for name, g in grads.items():
-        m = state.exp_avg[name] * b1 + g * (1 - b1)
-        v = state.exp_avg_sq[name] * b2 + (g * g) * (1 - b2)
-        denominator = v.sqrt() / math.sqrt(1 - b2 ** k) + update["eps"]
-        decayed = state.adapter[name] * (1 - lr * update["weight_decay"])
-        new.adapter[name] = decayed - (m / denominator) * (lr / (1 - b1 ** k))
-        new.exp_avg[name], new.exp_avg_sq[name] = m, v
-    return new, norm
-
-
-def policy_version(step: int, run: dict) -> int:
-    """The newest version published once `step` is applied: one every sync_steps steps."""
-    return step // run["sync_steps"]
-
-
-def learning_rate(step: int, steps: int, run: dict) -> float:
-    """Linear warm-up over warmup_steps, then constant or linear to a tenth at the last step."""
-    warm = min(1.0, step / max(1, run["warmup_steps"]))
-    left = max(0.0, (steps - step) / max(1, steps - run["warmup_steps"]))
-    decay = 1.0 if run["lr_schedule"] == "constant" else 0.1 + 0.9 * min(1.0, left)
-    return run["lr"] * warm * decay
-
-# ---------------------------------------------------------------- 5. The learner
-
-class Wait:
-    """A wait that is never silent: says what it waits for after 5 s, then every 15 s, and gives up at its limit."""
-
-    def __init__(self, limit_s: float):
-        self.start = time.monotonic()
-        self.limit_s, self.next_word_s = limit_s, 5.0
-
-    def tick(self, what: str, pause_s: float = POLL_S) -> None:
-        """Pauses; BucketError when the limit (seconds; 0 is none) has passed."""
-        waited = time.monotonic() - self.start
-        if self.limit_s and waited > self.limit_s:
-            raise BucketError(f"waited {waited:.0f} s for {what}; see --wait-s")
-        if waited > self.next_word_s:
-            self.next_word_s += 15
-            print(f"waiting {waited:.0f} s for {what}", file=sys.stderr, flush=True)
-        time.sleep(pause_s)
+def manifests(bucket, prefix: str) -> list[int]:
+    """Versions of adapters/ or steps of checkpoints/ whose manifest is there, in order."""
+    return sorted(number_in(k) for k in bucket.list(prefix) if k.endswith("/manifest.json"))
 
 
 class Log:
-    """The entries of steps/, read once each, in order."""
+    """The entries of steps/, read once each."""
 
     def __init__(self, bucket, run: dict):
         self.bucket, self.run, self.newest, self.entries = bucket, run, 0, {}
@@ -708,11 +621,11 @@ class Log:
     def refresh(self) -> int:
         """The newest step decided so far."""
         for key in self.bucket.list("steps/", start_after=f"steps/{self.newest:06d}.json"):
-            self.newest = max(self.newest, step_of(key))
+            self.newest = max(self.newest, number_in(key))
         return self.newest
 
     def read(self, step: int) -> dict:
-        """The entry that decides a step. An unreadable entry ends the run: nothing can be folded past it."""
+        """The entry that decides a step. An unreadable one ends the run: nothing can be folded past it."""
         if step not in self.entries:
             entry = json.loads(self.bucket.get(f"steps/{step:06d}.json"))
             got = entry.get("format"), entry.get("version"), entry.get("run_id"), entry.get("step")
@@ -730,23 +643,100 @@ def named_groups(entry: dict) -> list[str]:
     return [key for chunk in entry["chunks"] for key in chunk] + list(entry["dropped"])
 
 
+@dataclass
+class State:
+    """What is folded: the adapter and AdamW's moments, fp32 on the CPU. updates counts the steps that changed it."""
+    step: int
+    updates: int
+    adapter: dict
+    exp_avg: dict
+    exp_avg_sq: dict
+
+    def tensors(self) -> dict:
+        kinds = {"adapter": self.adapter, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {f"{kind}.{n}": t for kind, named in kinds.items() for n, t in named.items()} | {"updates": torch.tensor([self.updates])}
+
+    @classmethod
+    def of(cls, step: int, tensors: dict) -> State:
+        kinds = ({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
+                 for kind in ("adapter.", "exp_avg.", "exp_avg_sq."))
+        return cls(step, int(tensors["updates"]), *kinds)
+
+
+def apply(state: State, update: dict, parts: list[dict]) -> tuple[State, float]:
+    """State t from state t-1, the entry's scalars and the parts' tensors in chunk order; also the gradient's norm.
+
+    A left fold in fp32, one clip (norm in float64, coefficient rounded to fp32), then AdamW [6] written out. A sum that
+    is not finite, or a count of 0, changes nothing but the step. Subtle: one elementwise operation at a time. Fused
+    kernels (and alpha=, addcmul) round differently between builds, and every learner must get the same bits."""
+    grads = dict(parts[0])
+    for part in parts[1:]:
+        grads = {name: g + part[name] for name, g in grads.items()} if part and grads else {}
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in grads.values())) if grads else math.nan
+    norm /= update["normaliser"] or 1.0
+    if not update["normaliser"] or not math.isfinite(norm):
+        return replace(state, step=state.step + 1), norm
+    scale = min(1.0, update["clip_norm"] / norm) if update["clip_norm"] and norm else 1.0
+    b1, b2, lr, k = update["beta1"], update["beta2"], update["lr"], state.updates + 1
+    new = State(state.step + 1, k, {}, {}, {})
+    for name, g in grads.items():
+        g = (g / update["normaliser"]) * torch.tensor(scale, dtype=torch.float32)
+        m = state.exp_avg[name] * b1 + g * (1 - b1)
+        v = state.exp_avg_sq[name] * b2 + (g * g) * (1 - b2)
+        denominator = v.sqrt() / math.sqrt(1 - b2 ** k) + update["eps"]
+        decayed = state.adapter[name] * (1 - lr * update["weight_decay"])
+        new.adapter[name] = decayed - (m / denominator) * (lr / (1 - b1 ** k))
+        new.exp_avg[name], new.exp_avg_sq[name] = m, v
+    return new, norm
+
+
+def policy_version(step: int, run: dict) -> int:
+    """The newest version published once `step` is applied: one every sync_steps steps."""
+    return step // run["sync_steps"]
+
+
+def learning_rate(step: int, steps: int, run: dict) -> float:
+    """Linear warm-up over warmup_steps, then constant, or linear to a tenth at the last step."""
+    warm = min(1.0, step / max(1, run["warmup_steps"]))
+    left = min(1.0, max(0.0, (steps - step) / max(1, steps - run["warmup_steps"])))
+    return run["lr"] * warm * (1.0 if run["lr_schedule"] == "constant" else 0.1 + 0.9 * left)
+
+
+def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> dict:
+    """A step's line of the learning curve, from its entry and the sums of its parts alone; None is not measured."""
+    total = {name: sum(s.get(name, 0) for s in sums) for name in {n for s in sums for n in s}}
+    def per(name, count):  # noqa: E306
+        return total[name] / total[count] if total.get(count) else None
+    keys = [k for chunk in entry["chunks"] for k in chunk]
+    staleness = [policy_version(entry["step"] - 1, run) - number_in(k) for k in keys]
+    return {"step": entry["step"], "version": entry["policy_version"], "reward": per("reward", "rollouts"),
+            "ratio": per("ratio", "trained_tokens"), "kl": per("kl", "trained_tokens") if run["kl"] else None,
+            "entropy": per("entropy", "trained_tokens"), "clip_frac": per("clipped", "trained_tokens"),
+            "loss": per("loss", "count"), "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness), "groups": len(keys),
+            "groups_equal": entry["groups_equal"], "dropped": len(entry["dropped"]),
+            "mismatch": per("mismatch", "mismatch_tokens"), "tokens": int(total["trained_tokens"]),
+            "completion_tokens": per("completion_tokens", "rollouts"), "truncated": per("truncated", "rollouts")}
+
+
+# ---------------------------------------------------------------- 5. The learner
+
 class Learner:
     """Decides, computes, folds and publishes; everything it knows can be rebuilt from the bucket."""
 
     def __init__(self, bucket, run: dict, args, policy: Policy, task: Task):
         self.bucket, self.run, self.args, self.policy, self.task = bucket, run, args, policy, task
-        self.id = os.urandom(4).hex()
-        self.log = Log(bucket, run)
-        self.pool = ThreadPoolExecutor(8)
+        self.id, self.log, self.pool = os.urandom(4).hex(), Log(bucket, run), ThreadPoolExecutor(8)
         self.groups: dict[str, Group] = {}     # valid, not yet named by an entry
         self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
         self.consumed: dict[str, int] = {}     # key: step of the entry that names it, until it is deleted
         self.metrics: dict = {}                # of the last step applied
         self.timings: list[dict] = []          # rows of metrics/ not yet written
-        self.timing_chunks, self.unmoved, self.swept, self.canary_base = 0, 0, False, None
+        self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
+        self.timing_chunks = self.unmoved = self.queue_groups = self.place = 0
+        self.has_swept, self.canary_base, self.mismatch = False, None, None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
-        self.learners = proxy.LiveMembers(bucket, "learner")
-        self.actors = proxy.LiveMembers(bucket, "actor")
+        self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
 
     # ---- start and recovery
 
@@ -755,14 +745,13 @@ class Learner:
         if not self.bucket.probe():
             self.refuse_company()
         self.member.start()
-        self.log.refresh()
-        oldest = min([self.log.newest, *(version_of(k) * self.run["sync_steps"] for k in self.bucket.list("groups/"))])
-        list(self.pool.map(self.log.read, range(oldest + 1, self.log.newest + 1)))
-        self.consumed = self.log.named(oldest + 1, self.log.newest)
-        self.at_start = self.log.newest
-        self.load_checkpoint(self.log.newest)
-        if self.state.step or self.log.newest:
-            say("resumed", checkpoint=self.state.step, decided=self.log.newest, digest=self.digest[:12])
+        self.at_start = newest = self.log.refresh()
+        oldest = min([newest, *(number_in(k) * self.run["sync_steps"] for k in self.bucket.list("groups/"))])
+        list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
+        self.consumed = self.log.named(oldest + 1, newest)
+        self.load_checkpoint(newest)
+        if newest:
+            say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
 
     def refuse_company(self) -> None:
         """Without conditional writes two learners could decide one step twice: watch whether another one is alive."""
@@ -776,42 +765,43 @@ class Learner:
                                   f"{moved[0]} is alive; stop it, or use a store that honours If-None-Match")
         warn(f"{self.bucket.address} does not honour create-if-absent: this must stay the only learner")
 
-    def load_checkpoint(self, before: int) -> None:
-        """Newest checkpoint below `before` whose digest the next entry confirms; says so when it passes one over."""
-        steps = sorted((step_of(k) for k in self.bucket.list("checkpoints/") if k.endswith("/manifest.json")), reverse=True)
-        for step in steps:
-            if step > before or (step and step >= self.log.newest):
-                continue  # nothing written after it confirms it yet; an older one and the log give the same state
+    def load_checkpoint(self, below: int) -> None:
+        """Loads the newest checkpoint under step `below` (or 0) whose digest the entry after it confirms; says so when
+        it passes one over. One that no entry confirms yet is no loss: an older one and the log give the same state."""
+        for step in reversed([s for s in manifests(self.bucket, "checkpoints/") if s < below or s == 0]):
             try:
                 manifest = json.loads(self.bucket.get(f"checkpoints/{step:06d}/manifest.json"))
                 if step < self.log.newest and self.log.read(step + 1)["digest_before"] != manifest["digest"]:
                     raise Corrupt("its digest is not the one that the next entry was written on")
                 data = self.bucket.get(manifest["folder"] + "/state.safetensors")
-                if len(data) != manifest["size"] or hashlib.sha256(data).hexdigest() != manifest["sha256"]:
+                if (len(data), hashlib.sha256(data).hexdigest()) != (manifest["size"], manifest["sha256"]):
                     raise Corrupt("size or sha256 differs from its manifest")
                 state = State.of(step, unpack_object("state", data, self.run["run_id"])[0])
+                if digest(state.tensors()) != manifest["digest"]:
+                    raise Corrupt("its tensors do not have the digest in its manifest")
             except (NotFound, Corrupt, KeyError, ValueError) as error:
                 warn(f"checkpoint {step} is passed over: {error}")
                 continue
-            self.state, self.digest = state, digest(state.tensors())
+            self.state, self.digest = state, manifest["digest"]
             self.policy.lora.load(0, state.adapter)
             return
         raise BucketError(f"no checkpoint in {self.bucket.address} can be trusted; refusing to start again from the base "
-                          "(start in an empty bucket if that is what you want)")
+                          "(take an empty bucket if that is what you want)")
 
     def recover(self, problem: Diverged, attempt: int) -> None:
-        """This learner's state is not the log's: fold again, the second time from an older checkpoint."""
+        """Folds again from a checkpoint, each time from an older one."""
         warn(f"DIVERGED: {problem}; folding again from a checkpoint")
         if attempt > 3:
             raise BucketError(f"{problem}; folding again did not help")
-        self.load_checkpoint(self.state.step if attempt == 1 else max(0, self.state.step - self.run["checkpoint_steps"]))
+        self.load_checkpoint(self.state.step - (attempt - 1) * self.run["checkpoint_steps"])
 
     # ---- groups and entries
 
-    def refresh_groups(self, everything: bool = False) -> None:
-        """Fetches the groups that were not seen before: those young enough to train on, or all."""
+    def refresh_groups(self) -> None:
+        """Fetches the groups not seen before: all of them the first time, then those young enough to train on."""
         version = policy_version(self.state.step, self.run)
-        start = "" if everything else f"groups/{max(0, version - self.run['max_staleness']):06d}"
+        start = f"groups/{max(0, version - self.run['max_staleness']):06d}" if self.has_swept else ""
+        self.has_swept = True
         new = [k for k in self.bucket.list("groups/", start_after=start)
                if k not in self.groups and k not in self.refused and k not in self.consumed]
         for key, group in zip(new, self.pool.map(self.try_group, new)):
@@ -822,8 +812,9 @@ class Learner:
                 warn(f"{key} is set aside: {group}")
 
     def try_group(self, key: str) -> Group | str:
-        """The group, or why it cannot be trained on (after a second read: a transfer may have failed)."""
-        for attempt in (1, 2):
+        """The group, or why it cannot be trained on (after a second read: a transfer may have failed); "" if gone."""
+        problem = ""
+        for _ in range(2):
             try:
                 return read_group(self.bucket.get(key), key, self.run)
             except NotFound:
@@ -833,22 +824,21 @@ class Learner:
         return problem
 
     def decide(self, step: int) -> dict | None:
-        """Writes the entry of a step if there are groups enough; None if not. Loses to an earlier one gracefully."""
+        """Writes the entry of a step if there are groups enough, else None. If another learner's came first, that counts."""
         run, version = self.run, policy_version(step - 1, self.run)
-        self.refresh_groups(everything=not self.swept)
-        self.swept = True
-        stale = {k: f"stale: version {version_of(k)}, learner at {version}" for k in self.groups
-                 if version - version_of(k) > run["max_staleness"]}
+        self.refresh_groups()
+        stale = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
+                 if version - number_in(k) > run["max_staleness"]}
         usable = sorted(self.groups.keys() - stale.keys())  # the key starts with the version: oldest first
         self.queue_groups = len(usable)
         if len(usable) < run["groups_per_step"]:
             return None
         chosen = [self.groups[k] for k in usable[:run["groups_per_step"]]]
-        n = min(len(chosen), self.args.chunks or max(1, len(self.company())))
+        n = min(len(chosen), self.args.chunks or len(self.company()))
         cuts = [len(chosen) * i // n for i in range(n + 1)]
+        trained = [n for g in chosen for n in g.trained_tokens(run)]
         update = {k: run[k] for k in ("loss", "clip_low", "clip_high", "kl", "tis", "clip_norm", "weight_decay",
                                       "temperature", "max_tokens", "mask_truncated")} | ADAM
-        trained = [n for g in chosen for n in g.trained_tokens(run)]
         update |= {"lr": learning_rate(step, self.args.steps, run), "normaliser": normaliser(update, trained),
                    "trained_tokens": sum(trained), "rollouts": len(trained)}
         entry = {"format": "async-grpo-step", "version": 1, "run_id": run["run_id"], "step": step,
@@ -860,7 +850,7 @@ class Learner:
         self.bucket.put_new(f"steps/{step:06d}.json", json.dumps(entry, sort_keys=True).encode())
         crash_point("after-entry", step)
         self.log.newest = max(self.log.newest, step)
-        return self.log.read(step)  # ours or the winner's: what lies in the bucket is what counts
+        return self.log.read(step)  # what lies in the bucket, ours or the winner's
 
     def next_entry(self, step: int) -> dict:
         """The entry of a step: read, or decided here as soon as there are groups. Says who is missing while it waits."""
@@ -869,70 +859,66 @@ class Learner:
             entry = self.log.read(step) if step <= self.log.newest or step <= self.log.refresh() else self.decide(step)
             if entry:
                 break
-            living, missing = self.actors.poll(), self.actors.missing()
+            living, missing = self.actors.poll(1.0), self.actors.missing()
             gone = ", ".join(f"{i} not heard of for {s:.0f} s" for i, s in missing.items()) or "none has been seen"
             wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; " + (
                 f"{len(living)} actors alive" if living else
                 f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}"), self.args.poll_s)
         if entry["digest_before"] != self.digest:
             raise Diverged(f"entry {step} was written on state {entry['digest_before'][:12]}, this learner has {self.digest[:12]}")
+        self.consumed |= dict.fromkeys(named_groups(entry), step)
         for key in named_groups(entry):
-            self.consumed[key] = step
-        for key in entry["dropped"]:
             self.refused.pop(key, None)
-            self.groups.pop(key, None)
         return entry
 
     # ---- parts
 
     def company(self) -> list[str]:
         """Ids of the learners alive, this one included, in order."""
-        return sorted({self.id, *self.learners.poll()})
+        return sorted({self.id, *self.learners.poll(1.0)})
 
     def gather(self, entry: dict) -> list[tuple]:
         """(tensors, header) of every part of a step: those that others wrote, and those computed here.
 
-        Starts at its own place among the learners alive, then waits twice its own time per chunk before it takes over
+        Starts at its own place among the learners alive; after a chunk it waits twice its own time before it takes over
         what the slow and the dead have left. A chunk computed twice is harmless: the first valid part counts."""
-        step, n = entry["step"], len(entry["chunks"])
-        company = self.company()
+        n, company = len(entry["chunks"]), self.company()
         self.place = company.index(self.id)
         order = [(self.place * n // len(company) + i) % n for i in range(n)]
-        have, spoilt, takeover_at = {}, {}, 0.0
-        wait = Wait(self.args.wait_s)
+        have, spoilt, takeover_at, wait = {}, {}, 0.0, Wait(self.args.wait_s)
         while True:
             self.collect(entry, have, spoilt)
             missing = [c for c in order if c not in have]
             if not missing:
                 return [have[c] for c in range(n)]
-            if time.monotonic() >= takeover_at or len(self.company()) == 1:
-                began = time.monotonic()
+            began = time.monotonic()
+            if began >= takeover_at or len(self.company()) == 1:
                 self.write_part(entry, missing[0], spoilt.get(missing[0], 0))
                 takeover_at = time.monotonic() + 2 * (time.monotonic() - began)
             else:
-                wait.tick(f"parts {missing} of step {step} from {company}", self.args.poll_s)
+                wait.tick(f"parts {missing} of step {entry['step']} from {company}", self.args.poll_s)
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
-        """Reads the parts that are there. An invalid one is set aside and its chunk gets another name, 002.1, 002.2 …"""
+        """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
         for key in self.bucket.list(f"parts/{entry['step']:06d}/"):
             chunk, _, attempt = Path(key).name.removesuffix(".safetensors").partition(".")
             chunk, attempt = int(chunk), int(attempt or 0)
-            if chunk in have or attempt < spoilt.get(chunk, 0):
-                continue
-            try:
-                have[chunk] = self.read_part(self.bucket.get(key), entry, chunk)
-            except Corrupt:
-                try:  # once more: a transfer may have failed
+            for is_last in (False, True):  # read twice before judging: a transfer may have failed
+                if chunk in have or attempt < spoilt.get(chunk, 0):
+                    break
+                try:
                     have[chunk] = self.read_part(self.bucket.get(key), entry, chunk)
                 except Corrupt as error:
-                    warn(f"{key} is set aside: {error}")
-                    spoilt[chunk] = attempt + 1
+                    if is_last:
+                        warn(f"{key} is set aside: {error}")
+                        spoilt[chunk] = attempt + 1
 
     def read_part(self, data: bytes, entry: dict, chunk: int) -> tuple[dict, dict]:
+        """A part's (tensors in fp32, header); Corrupt unless it belongs to this entry, state and adapter, all finite."""
         tensors, header = unpack_object("part", data, self.run["run_id"])
-        got = header["step"], header["chunk"], header["digest_before"]
-        if got != (entry["step"], chunk, entry["digest_before"]):
-            raise Corrupt(f"part of step, chunk, state {got}; expected {(entry['step'], chunk, entry['digest_before'])}")
+        got, expected = tuple(header.get(k) for k in ("step", "chunk", "digest_before")), (entry["step"], chunk, entry["digest_before"])
+        if got != expected:
+            raise Corrupt(f"part of step, chunk, state {got}; expected {expected}")
         if header["is_finite"] and {n: tuple(t.shape) for n, t in tensors.items()} != self.policy.lora.shapes:
             raise Corrupt("its tensors are not those of this adapter")
         if not all(bool(t.isfinite().all()) for t in tensors.values()):
@@ -941,9 +927,8 @@ class Learner:
 
     def write_part(self, entry: dict, chunk: int, attempt: int) -> None:
         """Computes a chunk's gradient under the state before the step and writes it, create-if-absent."""
-        step, began = entry["step"], time.monotonic()
+        step, began, groups = entry["step"], time.monotonic(), []
         self.member.update(doing=f"chunk {chunk} of step {step}")
-        groups = []
         for key in entry["chunks"][chunk]:
             group = self.groups.get(key) or self.try_group(key)
             if not isinstance(group, Group):
@@ -954,35 +939,39 @@ class Learner:
         if not is_finite:
             warn(f"the gradient of chunk {chunk} of step {step} is not finite: the step will change nothing")
         if chunk == 0 and step % 10 == 1:
-            sums["mismatch"], sums["mismatch_tokens"] = self.mismatch(groups[0])
+            sums["mismatch"], sums["mismatch_tokens"] = self.check_mismatch(groups[0])
         dtype = getattr(torch, self.run["part_dtype"])
         data = pack_object("part", {n: g.to(dtype) for n, g in grads.items()} if is_finite else {}, step=step,
                            chunk=chunk, digest_before=entry["digest_before"], is_finite=is_finite, sums=sums,
                            run_id=self.run["run_id"], written_by=self.id)
         self.clock["fwd_bwd_s"] += time.monotonic() - began
-        suffix = f".{attempt}" if attempt else ""
-        self.bucket.put_new(f"parts/{step:06d}/{chunk:03d}{suffix}.safetensors", data)
+        self.bucket.put_new(f"parts/{step:06d}/{chunk:03d}{f'.{attempt}' if attempt else ''}.safetensors", data)
         crash_point("after-part", step)
 
-    def mismatch(self, group: Group) -> tuple[float, int]:
+    def check_mismatch(self, group: Group) -> tuple[float, int]:
         """The honest check: a group scored again under its own version. Nothing if that adapter is gone."""
-        if len(set(group.versions)) > 1:
-            return 0.0, 0
         try:
             files = self.bucket.fetch(f"adapters/v{group.versions[0]:06d}")[1]
         except (NotFound, Corrupt) as error:
             warn(f"no mismatch check: {error}")
             return 0.0, 0
-        return rescore(self.policy, group, lora.read_adapter(files)[0], self.run, self.args.token_budget)
+        if len(set(group.versions)) > 1:
+            return 0.0, 0
+        total, n = rescore(self.policy, group, lora.read_adapter(files)[0], self.run, self.args.token_budget)
+        limit = 1e-3 if self.policy.model.dtype == torch.float32 else 5e-2
+        if total > limit * n:
+            warn(f"MISMATCH: learner and sampler differ by {total / n:.2g} nats a token on version {group.versions[0]} "
+                 f"(limit {limit:g}): a sampler serves other weights, another alpha or another temperature than the run's")
+        return total, n
 
     # ---- publishing and keeping
 
     def publish(self) -> None:
-        """Adapter files, canary, manifest; once, by whoever finds the version missing."""
+        """Adapter files and the manifest with the canary; once, by whoever finds the version missing."""
         step, run = self.state.step, self.run
         version = policy_version(step, run)
         prefix = f"adapters/v{version:06d}"
-        if any(k.endswith("/manifest.json") for k in self.bucket.list(prefix + "/")):
+        if any(self.bucket.list(prefix + "/manifest.json")):
             return
         files = lora.adapter_files(self.state.adapter, run["lora_r"], run["lora_alpha"], run["target_modules"], run["model"])
         crash_point("during-publish", step)
@@ -998,61 +987,49 @@ class Learner:
             found = []
             for ids in prompts:
                 with torch.no_grad(), self.policy.lora.use(slot):
-                    logits = self.policy.model(torch.tensor([ids], device=self.policy.device), use_cache=False).logits
+                    logits = self.policy.model(torch.tensor([ids], device=self.policy.model.device), use_cache=False).logits
                 values, index = logits[0, -1].float().log_softmax(-1).topk(min(20, logits.shape[-1]))
                 found.append({str(i): v for i, v in zip(index.tolist(), values.tolist())})
             return found
         self.canary_base = self.canary_base or top(None)
-        dtype = str(next(self.policy.model.parameters()).dtype).removeprefix("torch.")
-        return {"prompts": prompts, "dtype": dtype, "adapter": top(0), "base": self.canary_base}
-
-    def checkpoint(self) -> None:
-        """State in this learner's own folder, then the manifest that makes it the one that counts."""
-        step, folder = self.state.step, f"checkpoints/{self.state.step:06d}/{self.id}"
-        write_checkpoint(self.bucket, self.run, self.state, folder, self.digest)
-        crash_point("before-cleanup", step)
+        return {"prompts": prompts, "dtype": str(self.policy.model.dtype).removeprefix("torch."), "adapter": top(0), "base": self.canary_base}
 
     def clean(self) -> None:
         """Deletes what no restart can need: below the checkpoint *before* the newest one that an entry confirms."""
-        run, step = self.run, self.state.step
-        kept = sorted(step_of(k) for k in self.bucket.list("checkpoints/") if k.endswith("/manifest.json") and step_of(k) < step)
+        run, version = self.run, policy_version(self.state.step, self.run)
+        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < self.state.step]
         floor = kept[-2] if len(kept) > 1 else 0
         for key in [k for k, t in self.consumed.items() if t <= floor]:
             self.bucket.delete(key)
             del self.consumed[key]
-        for prefix in ("parts/", "checkpoints/"):
-            last = floor if prefix == "parts/" else floor - 1
-            for key in list(self.bucket.list(prefix)):
-                if 0 < step_of(key) <= last:
-                    self.bucket.delete(key)
-        live = run["max_staleness"] + 2
+        for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
+            for key in [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]:
+                self.bucket.delete(key)
         in_use = {v for m in proxy.LiveMembers(self.bucket).poll().values() for v in m.get("serving", [])}
-        for v in {int(k.split("/")[1][1:]) for k in self.bucket.list("adapters/")}:
-            if v < policy_version(step, run) - 2 * live and v not in in_use:
+        for v in manifests(self.bucket, "adapters/"):
+            if v < version - 2 * (run["max_staleness"] + 2) and v not in in_use:
                 self.bucket.delete_prefix(f"adapters/v{v:06d}")
-        for t in [t for t in self.log.entries if t < floor]:
-            del self.log.entries[t]
-        self.sweep()
+        self.log.entries = {t: e for t, e in self.log.entries.items() if t >= floor}
+        self.sweep(version - run["max_staleness"])
 
-    def sweep(self) -> None:
-        """Groups below the window that no entry names become recorded drops of the next entry; a late duplicate of one
-        that an entry named long ago is deleted again."""
-        run, oldest = self.run, policy_version(self.state.step, self.run) - self.run["max_staleness"]
-        for key in list(self.bucket.list("groups/")):
-            v = version_of(key)
-            if v >= oldest or key in self.consumed or key in self.groups or key in self.refused:
+    def sweep(self, oldest: int) -> None:
+        """Groups too old to be listed any more that no entry names become recorded drops of the next entry; a late
+        duplicate of one that an entry did name is deleted again."""
+        run = self.run
+        for key in [k for k in self.bucket.list("groups/") if number_in(k) < oldest]:
+            v = number_in(key)
+            if key in self.consumed or key in self.groups or key in self.refused:
                 continue
-            last = min(self.state.step, (v + run["max_staleness"] + 1) * run["sync_steps"] + 2 * run["checkpoint_steps"])
-            if key in self.log.named(v * run["sync_steps"] + 1, last):
+            last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
+            if key in self.log.named(v * run["sync_steps"] + 1, min(self.state.step, last)):
                 self.bucket.delete(key)
             else:
-                self.refused[key] = f"stale: version {v}, found when the oldest that could be used was {oldest}"
+                self.refused[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
 
     # ---- the loop
 
     def train(self) -> None:
         """Folds to the end of the log, then decides and computes until --steps."""
-        self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
         if self.state.step == 0:
             self.publish()
             self.evaluate()
@@ -1065,64 +1042,67 @@ class Learner:
                 attempt += 1
                 self.recover(problem, attempt)
         self.publish()
-        if self.args.eval_steps >= 0:
-            self.evaluate()
+        self.evaluate()
 
     def step(self) -> None:
-        """One step: entry, parts, fold, publish. Prints its line unless it only replays what is long done."""
+        """One step: entry, parts, fold, publish. Prints its line unless it only replays what was decided long ago."""
         step, run, began = self.state.step + 1, self.run, time.monotonic()
-        self.clock, self.queue_groups = dict.fromkeys(self.clock, 0.0), 0
+        self.clock = dict.fromkeys(self.clock, 0.0)
         self.member.update(doing=f"waiting for groups of step {step}")
         entry = self.next_entry(step)
         self.clock["wait_s"] = time.monotonic() - began
         parts = self.gather(entry)
-        began_apply = time.monotonic()
-        before = self.digest
+        began_apply, before = time.monotonic(), self.digest
         self.state, grad_norm = apply(self.state, entry["update"], [tensors for tensors, _ in parts])
         self.digest = digest(self.state.tensors())
         self.policy.lora.load(0, self.state.adapter)
         self.metrics = step_metrics(entry, [header["sums"] for _, header in parts], grad_norm, run)
-        for chunk in entry["chunks"]:
-            for key in chunk:
-                self.groups.pop(key, None)
-        self.clock["apply_s"] = time.monotonic() - began_apply
+        for key in named_groups(entry):
+            self.groups.pop(key, None)
+        self.watch_movement(before)
         began_sync = time.monotonic()
+        self.clock["apply_s"] = began_sync - began_apply
         if entry["publish"] and step >= self.log.newest:
             self.publish()
-        if step % run["checkpoint_steps"] == 0 and self.place == 0:
-            self.checkpoint()
-        if step % run["checkpoint_steps"] == 1 and step > 1 and self.place == 0:
-            self.clean()
-        if self.args.eval_steps > 0 and step % self.args.eval_steps == 0 and self.place == 0:
-            self.evaluate()
+        if self.place == 0:
+            self.keep(step)
         self.clock["sync_s"] = time.monotonic() - began_sync
-        self.watch_movement(before)
         if step > self.at_start or self.clock["fwd_bwd_s"]:
             self.print_step(time.monotonic() - began)
+
+    def keep(self, step: int) -> None:
+        """What one learner does for all: checkpoints, the cleaning that a confirmed one allows, evaluations."""
+        if step % self.run["checkpoint_steps"] == 0:
+            write_checkpoint(self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
+            crash_point("before-cleanup", step)
+        if step % self.run["checkpoint_steps"] == 1 and step > 1:
+            self.clean()
+        if self.args.eval_steps > 0 and step % self.args.eval_steps == 0:
+            self.evaluate()
 
     def watch_movement(self, before: str) -> None:
         """Says when the policy has stopped moving: the same digest for several steps."""
         self.unmoved = self.unmoved + 1 if self.digest == before else 0
         if self.unmoved in (5, 50, 500):
-            warn(f"the policy is not moving: same digest for {self.unmoved} steps (version "
-                 f"{policy_version(self.state.step, self.run)}); every group had equal rewards, or gradients were not finite")
+            warn(f"the policy is not moving: {self.unmoved} steps with the same digest; all groups had equal rewards, or "
+                 "no gradient was finite (look at groups_equal, the rewards and the learning rate)")
 
     def print_step(self, step_s: float) -> None:
-        m, step = self.metrics, self.state.step
-        row = {"step": step, **{k: v for k, v in m.items() if k != "step"}, "queue_groups": self.queue_groups,
-               **self.clock, "step_s": step_s, "tok_s": m["tokens"] / step_s}
+        self.mismatch = self.metrics["mismatch"] if self.metrics["mismatch"] is not None else self.mismatch
+        row = self.metrics | {"mismatch": self.mismatch, "queue_groups": self.queue_groups, **self.clock, "step_s": step_s,
+                              "tok_s": self.metrics["tokens"] / step_s}
         say("", **row)
         self.timings.append({k: row[k] for k in ("step", "queue_groups", *self.clock, "step_s", "tok_s")})
-        if len(self.timings) >= 50 or step % self.run["checkpoint_steps"] == 0 or step >= self.args.steps:
+        if len(self.timings) >= 50 or row["step"] % self.run["checkpoint_steps"] == 0 or row["step"] >= self.args.steps:
             self.timing_chunks += 1
+            rows, self.timings = self.timings, []
             self.bucket.put_new(f"metrics/learner-{self.id}/{self.timing_chunks:06d}.jsonl",
-                                "".join(json.dumps(r) + "\n" for r in self.timings).encode())
-            self.timings = []
+                                "".join(json.dumps(r) + "\n" for r in rows).encode())
 
     def evaluate(self) -> None:
-        """Held-out accuracy of the current state, sampled and greedy; written once per step that is evaluated."""
+        """Held-out reward of the current state, sampled and greedy; written once per step that is evaluated."""
         key = f"evals/{self.state.step:06d}.json"
-        if any(self.bucket.list(key)) or not self.task.eval_rows:
+        if any(self.bucket.list(key)) or not self.task.eval_rows or self.args.eval_steps < 0:
             return
         self.member.update(doing=f"evaluating step {self.state.step}")
         scores = evaluate(self.policy, self.task, self.state.adapter, self.run)
@@ -1132,73 +1112,56 @@ class Learner:
 
 
 def write_checkpoint(bucket, run: dict, state: State, folder: str, state_digest: str) -> None:
+    """State in the writer's own folder, then the manifest that makes it the one that counts."""
     data = pack_object("state", state.tensors(), run_id=run["run_id"], step=state.step)
     bucket.put_new(f"{folder}/state.safetensors", data)
     crash_point("during-checkpoint", state.step)
-    manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "step": state.step,
-                "folder": folder, "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest}
+    manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "step": state.step, "folder": folder,
+                "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest}
     bucket.put_new(f"checkpoints/{state.step:06d}/manifest.json", json.dumps(manifest, sort_keys=True).encode())
 
 
-def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> dict:
-    """A step's line of the learning curve, from the entry and the sums of its parts alone."""
-    total = {name: sum(s.get(name, 0) for s in sums) for name in {n for s in sums for n in s}}
-    tokens, groups = total["trained_tokens"], [k for chunk in entry["chunks"] for k in chunk]
-    version = policy_version(entry["step"] - 1, run)
-    staleness = [version - version_of(k) for k in groups]
-    per_token = {name: total[key] / tokens if tokens else math.nan for name, key in
-                 (("ratio", "ratio"), ("kl", "kl"), ("entropy", "entropy"), ("clip_frac", "clipped"))}
-    if not run["kl"]:
-        per_token["kl"] = math.nan  # not measured: it would cost a forward of the base
-    scored = total.get("mismatch_tokens", 0)
-    return {"step": entry["step"], "version": entry["policy_version"],
-            "reward": total["reward"] / max(1, total["rollouts"]), **per_token,
-            "loss": total["loss"] / entry["update"]["normaliser"] if entry["update"]["normaliser"] else 0.0,
-            "grad_norm": grad_norm, "staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness),
-            "groups": len(groups), "groups_equal": entry["groups_equal"], "dropped": len(entry["dropped"]),
-            "mismatch": total["mismatch"] / scored if scored else math.nan, "tokens": tokens,
-            "completion_tokens": total["completion_tokens"] / max(1, total["rollouts"]),
-            "truncated": total["truncated"] / max(1, total["rollouts"])}
-
-
 def evaluate(policy: Policy, task: Task, adapter: dict, run: dict) -> dict:
-    """Mean reward on the held-out rows, sampled at the run's temperature and greedy, by the sampler in this process."""
-    engine = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=64,
-                          max_len=run["max_prompt_tokens"] + run["max_tokens"])
+    """Mean reward on the held-out rows, sampled at the run's temperature and greedy, by a sampler in this process."""
+    engine = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=64, max_len=run["max_prompt_tokens"] + run["max_tokens"])
     engine.load("eval", adapter)
-    scores = {}
+    rows, scores = [(row, ids) for row in task.eval_rows if len(ids := task.encode(row["prompt"])) <= run["max_prompt_tokens"]], {}
     for name, temperature in (("sampled", run["temperature"]), ("greedy", 0.0)):
-        asked = [(row, engine.submit(task.encode(row["prompt"]), 1, run["max_tokens"], temperature, "eval", seed))
-                 for seed, row in enumerate(task.eval_rows)]
+        asked = [(row, engine.submit(ids, 1, run["max_tokens"], temperature, "eval", seed)) for seed, (row, ids) in enumerate(rows)]
         while engine.step():
             pass
-        got = [task.score(row, future.result())[0] for row, future in asked]
-        got = [x for x in got if x is not None]
-        scores[name] = sum(got) / len(got) if got else math.nan
+        got = [x for row, future in asked if (x := task.score(row, future.result())[0]) is not None]
+        scores[name] = sum(got) / len(got) if got else None
     return scores
 
-# ---------------------------------------------------------------- 6. Actor and sampler
+
+# ---------------------------------------------------------------- 6. Samplers and actors
 
 class Engine:
-    """lora.Sampler with names, files and text around it: what proxy.py serves and what an actor uses in-process.
-
-    Follows the bucket: loads the newest version as soon as it is announced, checks its canary, drops old ones."""
+    """lora.Sampler with names, files and text around it: what proxy.py serves, and what an actor without a sampler URL
+    uses in its own process, with no network path at all."""
 
     def __init__(self, bucket, run: dict, policy: Policy, max_rows: int):
         self.bucket, self.run, self.policy = bucket, run, policy
         self.model_id, self.max_lora_rank, self.max_loras = run["model"], run["lora_r"], run["max_staleness"] + 2
-        self.max_model_len = run["max_prompt_tokens"] + run["max_tokens"]
-        self.dtype, self.vocab_size = str(policy.model.dtype).removeprefix("torch."), run["vocabulary"]
-        self.sampler = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=max_rows,
-                                    max_len=self.max_model_len)
-        self.sha256: dict[str, str] = {}   # name: sha256 of the weights loaded under it
-        self.lock, self.stop = threading.Lock(), threading.Event()
+        self.max_model_len, self.vocab_size = run["max_prompt_tokens"] + run["max_tokens"], run["vocabulary"]
+        self.dtype = str(policy.model.dtype).removeprefix("torch.")
+        self.sampler = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=max_rows, max_len=self.max_model_len)
         self.submit, self.cancel, self.stats = self.sampler.submit, self.sampler.cancel, self.sampler.stats
-        self.pause, self.resume, self.names = self.sampler.pause, self.sampler.resume, self.sampler.names
+        self.pause, self.resume, self.names, self.unload = (
+            self.sampler.pause, self.sampler.resume, self.sampler.names, self.sampler.unload)
+        self.encode, self.chat = (Task([], [], [], policy.tokenizer).encode,) * 2
+        self.stop, self.threads = threading.Event(), []
 
     @property
     def is_paused(self) -> bool:
         return self.sampler.is_paused
+
+    def decode(self, ids: list[int]) -> str:
+        return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token(self, token_id: int) -> str:
+        return self.policy.tokenizer.decode([token_id])
 
     def start(self, follows: bool) -> None:
         """Starts generating; with `follows` (no router that loads the versions) also keeps up with the bucket."""
@@ -1215,172 +1178,109 @@ class Engine:
     def load(self, name: str, lora_path: str) -> None:
         """Loads adapter files from a bucket key adapters/v… or a folder (proxy.py has checked that it is allowed).
 
-        The same bytes under the same name are accepted; other bytes are refused: a name is one set of weights."""
+        The same weights under the same name are accepted; others are refused: a name means one set of weights."""
         try:
-            if lora_path.startswith("adapters/"):
-                files = self.bucket.fetch(lora_path)[1]
-            else:
-                files = {n: (Path(lora_path) / n).read_bytes() for n in ("adapter_model.safetensors", "adapter_config.json")}
+            files = self.bucket.fetch(lora_path)[1] if lora_path.startswith("adapters/") else {
+                n: (Path(lora_path) / n).read_bytes() for n in ("adapter_model.safetensors", "adapter_config.json")}
+            self.sampler.load(name, read_matching_adapter(files, self.run))
         except (NotFound, FileNotFoundError):
             raise proxy.LoadError(404, f"No adapter found for {name}") from None
-        self.put(name, files)
-
-    def put(self, name: str, files: dict[str, bytes]) -> None:
-        sha256 = hashlib.sha256(files["adapter_model.safetensors"]).hexdigest()
-        with self.lock:
-            if name in self.names():
-                if self.sha256[name] != sha256:
-                    raise proxy.LoadError(400, f"{name} has already been loaded with other weights")
-                return
-            try:
-                tensors, config = lora.read_adapter(files)
-                if (config["r"], config["lora_alpha"]) != (self.run["lora_r"], self.run["lora_alpha"]):
-                    raise lora.AdapterError(f"rank and alpha are {config['r']}, {config['lora_alpha']}; this run's are "
-                                            f"{self.run['lora_r']}, {self.run['lora_alpha']}")
-                self.sampler.load(name, tensors)
-            except lora.AdapterError as error:
-                raise proxy.LoadError(400, str(error)) from None
-            self.sha256[name] = sha256
-
-    def unload(self, name: str) -> None:
-        self.sampler.unload(name)
-
-    def encode(self, text: str) -> list[int]:
-        return self.policy.tokenizer(text)["input_ids"]
-
-    def decode(self, ids: list[int]) -> str:
-        return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def chat(self, messages: list[dict]) -> list[int]:
-        text = self.policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def token(self, token_id: int) -> str:
-        return self.policy.tokenizer.decode([token_id])
+        except (Corrupt, lora.AdapterError) as error:
+            raise proxy.LoadError(400, str(error)) from None
 
     def follow(self) -> None:
-        """Thread: keeps the newest versions of the bucket loaded, each checked by its canary before its first use."""
+        """Thread: keeps the bucket's newest versions loaded, each checked by its canary before its first use."""
         newest, refused = -1, set()
         while not self.stop.wait(poll_s(self.bucket)):
             try:
-                start = f"adapters/v{max(0, newest):06d}"
-                versions = {int(k.split("/")[1][1:]) for k in self.bucket.list("adapters/", start_after=start)
-                            if k.endswith("/manifest.json")}
-                version = max(versions - refused, default=-1)
+                version = max((v for v in manifests(self.bucket, "adapters/") if v not in refused), default=-1)
                 if version <= newest:
                     continue
-                manifest, files = self.bucket.fetch(f"adapters/v{version:06d}")
-                self.put(f"policy-v{version}", files)
-                is_right, reason = self.check(manifest["canary"], f"policy-v{version}")
+                name, key = f"policy-v{version}", f"adapters/v{version:06d}"
+                for old in [n for n in self.names() if int(n[8:]) < version - self.run["max_staleness"]]:
+                    self.unload(old)
+                self.load(name, key)
+                canary = json.loads(self.bucket.get(f"{key}/manifest.json"))["canary"]
+                asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=20) for ids in canary["prompts"]]
+                is_right, reason = proxy.canary_verdict(canary, [f.result(120)[0].top_logprobs[0] for f in asked])
                 if is_right is False:
-                    warn(f"policy-v{version} is not served: {reason}")
-                    self.unload(f"policy-v{version}")
-                    refused.add(version)
-                    continue
+                    raise proxy.LoadError(500, reason)
                 newest = version
-                for name in self.names():
-                    match = re.fullmatch(r"policy-v(\d+)", name)
-                    if match and int(match[1]) < newest - self.run["max_staleness"] - 1:
-                        self.unload(name)
-            except (BucketError, proxy.LoadError, OSError) as error:
+            except proxy.LoadError as error:
+                warn(f"{name} is not served: {error}")
+                refused.add(version)
+                if name in self.names():
+                    self.unload(name)
+            except (BucketError, OSError) as error:
                 warn(f"following the bucket: {error}; trying again")
 
-    def check(self, canary: dict, name: str) -> tuple[bool | None, str]:
-        """proxy.canary_verdict on this engine's own answers to the canary's prompts."""
-        asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=len(top))
-                 for ids, top in zip(canary["prompts"], canary["adapter"])]
-        return proxy.canary_verdict(canary, [f.result(120)[0].top_logprobs[0] for f in asked])
+    def version(self) -> int:
+        """The newest policy version it serves; -1 while there is none."""
+        return max((int(n[8:]) for n in self.names()), default=-1)
+
+    def sample(self, prompt_ids: list[int], n: int, version: int, seed: int, timeout_s: float) -> list:
+        """n lora.Completions of a prompt. Raises Busy for what another try may mend."""
+        try:
+            return self.submit(prompt_ids, n, self.run["max_tokens"], self.run["temperature"], f"policy-v{version}", seed).result(timeout_s)
+        except lora.UnknownVersion as error:
+            raise Busy(str(error)) from None
+
+
+def read_matching_adapter(files: dict[str, bytes], run: dict) -> dict:
+    """An adapter's tensors; AdapterError if its rank or alpha are not the run's (B = 0 would hide it at version 0)."""
+    tensors, config = lora.read_adapter(files)
+    if (got := (config["r"], config["lora_alpha"])) != (run["lora_r"], run["lora_alpha"]):
+        raise lora.AdapterError(f"rank and alpha are {got}, this run's are {(run['lora_r'], run['lora_alpha'])}")
+    return tensors
 
 
 def poll_s(bucket) -> float:
-    return POLL_S if bucket.root else 10 * POLL_S
+    """Seconds between two looks at a bucket: a folder costs next to nothing, a store behind a network a request."""
+    return 0.05 if bucket.root else 0.5
 
 
 class HttpSampler:
-    """A sampler, a proxy or a stock vLLM at a URL; `bucket` as address means the proxy that announces itself there."""
+    """A sampler, a proxy or a stock vLLM at a URL; `bucket` as address means a proxy that announces itself there."""
 
-    def __init__(self, bucket, run: dict, args):
-        self.bucket, self.run, self.args = bucket, run, args
-        self.token, self.local = args.token, threading.local()
-        self.url = None if args.sampler == "bucket" else args.sampler.rstrip("/")
-        self.proxies, self.random = proxy.LiveMembers(bucket, "proxy"), random.Random()
+    def __init__(self, bucket, run: dict, url: str, token: str):
+        self.run, self.url, self.token = run, url.rstrip("/"), token
+        self.proxies, self.local = proxy.LiveMembers(bucket, "proxy"), threading.local()
 
-    def session(self):
-        """One keep-alive connection pool per thread, blind to ~/.netrc."""
+    def call(self, method: str, path: str, timeout_s: float, body: dict | None = None) -> dict:
+        """One JSON request on this thread's keep-alive connection; UserError, Refused or Busy by what the status asks of us."""
         if not hasattr(self.local, "session"):
             self.local.session = requests.Session()
-            self.local.session.trust_env = False
-            if self.token:
-                self.local.session.headers["Authorization"] = f"Bearer {self.token}"
-        return self.local.session
-
-    def address(self) -> str:
-        if self.args.sampler != "bucket":
-            return self.url
-        if self.url is None:
-            found = self.proxies.poll()
-            if not found:
-                raise requests.ConnectionError("no proxy has announced itself in the bucket yet")
-            self.url = self.random.choice(sorted(m["url"] for m in found.values()))
-        return self.url
+            self.local.session.trust_env = False  # or ~/.netrc would replace the token
+            self.local.session.headers.update({"Authorization": f"Bearer {self.token}"} if self.token else {})
+        urls = sorted(m["url"] for m in self.proxies.poll(1.0).values() if m["url"]) if self.url == "bucket" else [self.url]
+        if not urls:
+            raise Busy("no proxy has announced itself in the bucket yet")
+        try:
+            reply = self.local.session.request(method, random.choice(urls) + path, json=body, timeout=(5, timeout_s))
+            if reply.status_code == 200:
+                return reply.json()
+        except (requests.RequestException, ValueError) as error:
+            raise Busy(type(error).__name__) from None
+        if reply.status_code in (401, 403):
+            raise UserError(f"{self.url} refuses this token ({reply.status_code}); give the right one with --token or GRPO_TOKEN")
+        raise (Refused if reply.status_code == 400 else Busy)(f"status {reply.status_code}: {reply.text[:200]}")
 
     def version(self) -> int:
         """The newest policy version it serves; -1 while there is none, or nobody answers."""
         try:
-            reply = self.session().get(self.address() + "/v1/models", timeout=(5, 30))
-            if reply.status_code == 401:
-                raise UserError(f"{self.url} refuses this token (401); give the right one with --token or GRPO_TOKEN")
-            names = [m["id"] for m in reply.json()["data"]]
-        except (requests.RequestException, ValueError, KeyError):
-            self.url = self.url if self.args.sampler != "bucket" else None
+            names = [m["id"] for m in self.call("GET", "/v1/models", 30)["data"]]
+        except (Busy, Refused, KeyError):
             return -1
         return max((int(n[8:]) for n in names if re.fullmatch(r"policy-v\d+", n)), default=-1)
 
     def sample(self, prompt_ids: list[int], n: int, version: int, seed: int, timeout_s: float) -> list:
-        """n completions as lora.Completion; fewer when some were aborted. Raises Busy for what another try may mend."""
-        run = self.run
-        body = {"model": f"policy-v{version}", "prompt": prompt_ids, "n": n, "max_tokens": run["max_tokens"],
-                "temperature": run["temperature"], "logprobs": 0, "return_token_ids": True, "seed": seed,
-                "stop_token_ids": run["stop_ids"]}
-        try:
-            reply = self.session().post(self.address() + "/v1/completions", json=body, timeout=(5, timeout_s))
-        except requests.RequestException as error:
-            self.url = self.url if self.args.sampler != "bucket" else None
-            raise Busy(f"{type(error).__name__}") from None
-        if reply.status_code == 401:
-            raise UserError(f"{self.url} refuses this token (401); give the right one with --token or GRPO_TOKEN")
-        if reply.status_code == 400:
-            raise Refused(reply.text[:300])
-        if reply.status_code != 200:
-            raise Busy(f"status {reply.status_code}: {reply.text[:200]}")
+        """At most n lora.Completions of a prompt (a paused vLLM may abort some). Raises Busy or Refused."""
+        reply = self.call("POST", "/v1/completions", timeout_s, {
+            "model": f"policy-v{version}", "prompt": prompt_ids, "n": n, "max_tokens": self.run["max_tokens"],
+            "temperature": self.run["temperature"], "logprobs": 0, "return_token_ids": True, "seed": seed,
+            "stop_token_ids": self.run["stop_ids"]})
         return [lora.Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], None)
-                for c in reply.json()["choices"] if c["finish_reason"] in ("stop", "length")]
-
-
-class Busy(Exception):
-    """The sampler could not answer now (404 of a version just gone, 429, 5xx, transport): ask again, with back-off."""
-
-
-class Refused(Exception):
-    """The sampler will never answer this request (400): leave the prompt out."""
-
-
-class LocalSampler:
-    """An engine in the actor's own process: no network path at all."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-
-    def version(self) -> int:
-        return max((int(n[8:]) for n in self.engine.names() if n.startswith("policy-v")), default=-1)
-
-    def sample(self, prompt_ids, n, version, seed, timeout_s) -> list:
-        run = self.engine.run
-        try:
-            return self.engine.submit(prompt_ids, n, run["max_tokens"], run["temperature"], f"policy-v{version}", seed
-                                      ).result(timeout_s)
-        except lora.UnknownVersion as error:
-            raise Busy(str(error)) from None
+                for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
 
 
 class Actor:
@@ -1388,14 +1288,15 @@ class Actor:
 
     def __init__(self, bucket, run: dict, args, task: Task, sampler):
         self.bucket, self.run, self.args, self.task, self.sampler = bucket, run, args, task, sampler
-        self.id = os.urandom(4).hex()
+        self.id, self.log, self.sequence, self.order = os.urandom(4).hex(), Log(bucket, run), itertools.count(), iter(())
         self.random = random.Random(f"{run['seed']} {self.id}")
-        self.log, self.sequence, self.rows = Log(bucket, run), itertools.count(), iter(())
-        self.lock, self.stop, self.failure = threading.Condition(), threading.Event(), None
-        self.waiting: set[str] = set()   # groups written and not yet named by an entry
-        self.mine: set[str] = set()      # of these, the ones this actor wrote after the last look
-        self.inflight = self.elsewhere = self.written = self.left_out = 0
-        self.version, self.too_long = -1, 0
+        self.lock, self.failure = threading.Condition(), None
+        self.consumed: dict[str, int] = {}   # recent groups that an entry names
+        self.waiting: set[str] = set()       # groups written and not yet named
+        self.mine: set[str] = set()          # of these, the ones written here since the last look at the bucket
+        self.sha256: dict[int, str] = {}     # of the adapter of each recent version
+        self.inflight = self.elsewhere = self.written = self.left_out = self.too_long = 0
+        self.version, self.is_done = -1, False
         self.member = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id)
         self.members = proxy.LiveMembers(bucket, "actor")
 
@@ -1406,63 +1307,52 @@ class Actor:
         for _ in range(max(1, self.args.inflight // self.run["group_size"])):
             threading.Thread(target=self.worker, daemon=True).start()
         wait = Wait(self.args.wait_s)
-        while not self.stop.is_set():
+        while not self.is_done and not self.failure:
             self.look()
-            if self.failure:
-                raise self.failure
-            if self.version >= 0:
-                wait = Wait(self.args.wait_s)
-            wait.tick("a sampler that serves a version of the policy", poll_s(self.bucket))
-            last = max(self.run["steps"], self.log.read(self.log.newest)["steps"] if self.log.newest else 0)
-            if self.log.newest >= last:
-                break
-        self.stop.set()
+            wait = Wait(self.args.wait_s) if self.version >= 0 else wait
+            wait.tick("a sampler that serves a version of the policy", self.args.poll_s)
         with self.lock:
+            self.is_done = True
             self.lock.notify_all()
+        if self.failure:
+            raise self.failure
         say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=self.too_long)
 
     def look(self) -> None:
         """One look at the bucket and the sampler; wakes the workers that wait for a permit."""
-        known = self.log.newest
-        newest = self.log.refresh()
-        named = self.log.named(max(known, newest - 1000) + 1, newest)
-        version = self.sampler.version()
+        known, newest = self.log.newest, self.log.refresh()
+        named = self.log.named(max(known, newest - 100) + 1, newest)
+        steps = max([self.args.steps, *(self.log.read(t)["steps"] for t in (newest,) if t)])
+        self.log.entries = {t: e for t, e in self.log.entries.items() if t == newest}
         oldest = policy_version(newest, self.run) - self.run["max_staleness"]
-        with self.lock:
-            self.consumed = getattr(self, "consumed", {}) | named
-            self.consumed = {k: t for k, t in self.consumed.items() if version_of(k) >= oldest}
-            before = set(self.mine)
+        version, before = self.sampler.version(), set(self.mine)
         listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))
-        others = [m for i, m in self.members.poll().items() if i != self.id]
+        elsewhere = sum(m.get("inflight", 0) for i, m in self.members.poll(0.5).items() if i != self.id)
         with self.lock:
+            self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
             self.mine -= before & listed
-            self.waiting = {k for k in listed | self.mine if k not in self.consumed and version_of(k) >= oldest}
-            self.elsewhere = sum(m.get("inflight", 0) for m in others)
-            self.version = version
+            self.waiting = {k for k in listed | self.mine if k not in self.consumed and number_in(k) >= oldest}
+            self.elsewhere, self.version, self.is_done = elsewhere, version, newest >= steps
             self.lock.notify_all()
         self.member.update(inflight=self.inflight, doing=f"{self.inflight} groups in flight, {len(self.waiting)} waiting")
 
     def may_start(self) -> bool:
         """The pacing rule: room in the queue, and the entry that will use the group comes before it is stale."""
-        run, ahead = self.run, len(self.waiting) + self.inflight + self.elsewhere
-        used_at = policy_version(self.log.newest + ahead // run["groups_per_step"], run)
-        return self.version >= 0 and ahead < self.args.queue_groups and used_at - self.version <= run["max_staleness"]
+        ahead = len(self.waiting) + self.inflight + self.elsewhere
+        used_at = policy_version(self.log.newest + ahead // self.run["groups_per_step"], self.run)
+        return self.version >= 0 and ahead < self.args.queue_groups and used_at - self.version <= self.run["max_staleness"]
 
     def worker(self) -> None:
         while True:
             with self.lock:
-                self.lock.wait_for(lambda: self.stop.is_set() or self.may_start())
-                if self.stop.is_set():
+                self.lock.wait_for(lambda: self.is_done or self.may_start())
+                if self.is_done:
                     return
                 self.inflight += 1
-                number, prompt_id, row, prompt_ids, version = next(self.sequence), *self.next_prompt(), self.version
             try:
-                group = self.group(prompt_id, row, prompt_ids, version, number)
-                if group:
-                    self.write(group, number)
-            except Exception as error:  # the main thread ends the process with it: a worker must never die silently
+                self.make_group(next(self.sequence))
+            except Exception as error:  # the main thread ends the process with it: a worker never dies silently
                 self.failure = self.failure or error
-                self.stop.set()
             finally:
                 with self.lock:
                     self.inflight -= 1
@@ -1470,74 +1360,79 @@ class Actor:
 
     def next_prompt(self) -> tuple[int, dict, list[int]]:
         """Rows in a fresh random order per pass; those longer than --max-prompt-tokens are passed over and counted."""
-        for _ in range(len(self.task.rows) + 1):
-            index = next(self.rows, None)
-            if index is None:
-                order = list(range(len(self.task.rows)))
-                self.random.shuffle(order)
-                self.rows = iter(order)
-                index = next(self.rows)
-            ids = self.task.encode(self.task.rows[index]["prompt"])
+        rows = self.task.rows
+        for _ in range(len(rows) + 1):
+            with self.lock:
+                index = next(self.order, None)
+                if index is None:
+                    self.order = iter(self.random.sample(range(len(rows)), len(rows)))
+                    index = next(self.order)
+            ids = self.task.encode(rows[index]["prompt"])
             if len(ids) <= self.run["max_prompt_tokens"]:
-                return index, self.task.rows[index], ids
+                return index, rows[index], ids
             self.too_long += 1
         raise UserError(f"every prompt is longer than --max-prompt-tokens {self.run['max_prompt_tokens']}; raise it")
 
-    def group(self, prompt_id, row, prompt_ids, version, number) -> Group | None:
-        """Asks once for all completions and again for what is missing, until the deadline; scores what there is."""
-        run, deadline = self.run, time.monotonic() + self.args.group_deadline_s
-        found, versions, pause = [], [], 0.05
-        while len(found) < run["group_size"] and time.monotonic() < deadline and not self.stop.is_set():
-            seed = random.Random(f"{run['seed']} {self.id} {number} {len(found)}").getrandbits(31)
-            try:
-                new = self.sampler.sample(prompt_ids, run["group_size"] - len(found), version, seed,
-                                          max(1.0, deadline - time.monotonic()))
-            except Refused as error:
-                warn(f"prompt {prompt_id} is left out: the sampler refuses it ({error})")
-                return None
-            except (Busy, TimeoutError) as error:
-                warn(f"group {number} waits {pause:.2f} s: {error}") if pause > 1 else None
-                self.stop.wait(pause * random.uniform(0.5, 1.5))
-                pause, version = min(10.0, pause * 2), max(version, self.version)
-                continue
-            found += [c for c in new if self.is_sane(c)]
-            versions += [version] * (len(found) - len(versions))
-        scores = self.task.score(row, found) if found else []
-        kept = [i for i, x in enumerate(scores) if x is not None]
+    def make_group(self, number: int) -> None:
+        """One prompt's completions, scored and written; dropped and said so when fewer than two have a reward."""
+        run, (prompt_id, row, prompt_ids) = self.run, self.next_prompt()
+        try:
+            found = self.collect(prompt_ids, number)
+        except Refused as error:
+            warn(f"prompt {prompt_id} is left out: the sampler refuses it ({error})")
+            return
+        scores = self.task.score(row, [c for c, _ in found]) if found else []
+        kept = [(c, v, x) for (c, v), x in zip(found, scores) if x is not None]
         self.left_out += run["group_size"] - len(kept)
         if len(kept) < 2:
-            warn(f"group {number} of prompt {prompt_id} is dropped: {len(kept)} of {run['group_size']} rollouts have a reward")
-            return None
-        kept_versions = [versions[i] for i in kept]
-        return Group(prompt_id, prompt_ids, [found[i].token_ids for i in kept], [found[i].logprobs for i in kept],
-                     [scores[i] for i in kept], kept_versions, [found[i].finish_reason == "length" for i in kept],
-                     {"prompt": row["prompt"], "completions": [self.task.tokenizer.decode(found[i].token_ids) for i in kept]},
-                     {f"policy-v{v}": self.adapter_sha256(v) for v in sorted(set(kept_versions))})
-
-    def is_sane(self, c) -> bool:
-        return bool(c.token_ids) and len(c.token_ids) == len(c.logprobs) <= self.run["max_tokens"] and all(
-            math.isfinite(x) and -1000 < x <= 1e-4 for x in c.logprobs)
-
-    def adapter_sha256(self, version: int) -> str:
-        self.sha256 = getattr(self, "sha256", {})
-        if version not in self.sha256:
-            self.sha256 = {version: json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]}
-        return self.sha256[version]
-
-    def write(self, group: Group, number: int) -> None:
-        key = f"groups/{min(group.versions):06d}-{self.id}-{number:06d}.safetensors"
-        if self.bucket.put_new(key, write_group(group, self.run)):
+            if not self.is_done:
+                warn(f"group {number} of prompt {prompt_id} is dropped: {len(kept)} of {run['group_size']} rollouts have a reward")
+            return
+        completions, versions, rewards = (list(x) for x in zip(*kept))
+        text = {"prompt": row["prompt"], "completions": [self.task.tokenizer.decode(c.token_ids) for c in completions], "rewards": rewards}
+        group = Group(prompt_id, prompt_ids, [c.token_ids for c in completions], [c.logprobs for c in completions], rewards,
+                      versions, [c.finish_reason == "length" for c in completions], text,
+                      {f"policy-v{v}": self.adapter_sha256(v) for v in sorted(set(versions))})
+        key = f"groups/{min(versions):06d}-{self.id}-{number:06d}.safetensors"
+        if self.bucket.put_new(key, write_group(group, run)):
             with self.lock:
                 self.mine.add(key)
                 self.waiting.add(key)
                 self.written += 1
 
+    def collect(self, prompt_ids: list[int], number: int) -> list[tuple]:
+        """[(completion, version)]: asks once for the whole group and again for what is missing, until the deadline."""
+        run, deadline, found, pause = self.run, time.monotonic() + self.args.group_deadline_s, [], 0.05
+        while len(found) < run["group_size"] and (left := deadline - time.monotonic()) > 0 and not self.is_done:
+            seed, version = random.Random(f"{run['seed']} {self.id} {number} {len(found)}").getrandbits(31), self.version
+            try:
+                new = self.sampler.sample(prompt_ids, run["group_size"] - len(found), version, seed,
+                                          min(left, self.args.group_deadline_s / 3))  # a hung request leaves time for another
+            except (Busy, TimeoutError) as error:
+                if pause > 1:
+                    warn(f"group {number} asks again in {pause:.0f} s: {error}")
+                with self.lock:
+                    self.lock.wait_for(lambda: self.is_done, min(left, pause * random.uniform(0.5, 1.5)))
+                pause = min(10.0, pause * 2)
+                continue
+            found += [(c, version) for c in new if 0 < len(c.token_ids) == len(c.logprobs) <= run["max_tokens"]
+                      and all(-1000 < x <= 1e-4 for x in c.logprobs)]
+        return found[:run["group_size"]]
+
+    def adapter_sha256(self, version: int) -> str:
+        if version not in self.sha256:
+            self.sha256[version] = json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
+            self.sha256.pop(version - 100, None)
+        return self.sha256[version]
+
+
 # ---------------------------------------------------------------- 7. The tiny base
+
 # 16 tokens, one a character; id = place in this list. A prompt is always 6 tokens, a completion at most 7.
 TINY_VOCAB = ["<pad>", "<eos>", "<unk>", "+", ",", "=", *"0123456789"]
 TINY_PAD, TINY_EOS = 0, 1
 TINY_STEPS, TINY_BATCH, TINY_LR = 1000, 64, 5e-3
-WORKED_SHARE_EARLY, WORKED_SHARE_LATE, EARLY_PART = 1.0, 0.2, 0.75
+WORKED_SHARE_EARLY, WORKED_SHARE_LATE, EARLY_PART = 1.0, 0.25, 0.75
 
 
 def add_pairs(held_out: bool) -> list[tuple[int, int]]:
@@ -1584,7 +1479,7 @@ def train_tiny_base(seed: int, progress=show_progress):
         model = LlamaForCausalLM(LlamaConfig(
             vocab_size=len(TINY_VOCAB), hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-            pad_token_id=TINY_PAD, eos_token_id=TINY_EOS, bos_token_id=None, dtype="float32"))
+            pad_token_id=TINY_PAD, eos_token_id=TINY_EOS, bos_token_id=None, dtype="float32", architectures=["LlamaForCausalLM"]))
     number = {token: i for i, token in enumerate(TINY_VOCAB)}
     texts = [add_prompt(a, b) + answer(a, b) for a, b in add_pairs(held_out=False) for answer in (hasty, worked)]
     rows = [[number[c] for c in text] + [TINY_EOS] for text in texts]
@@ -1634,109 +1529,109 @@ def base_files(model) -> dict[str, bytes]:
 
 # ---------------------------------------------------------------- 8. Roles
 
-def create_run(bucket, args, given: dict) -> dict:
-    """Writes everything that another machine needs, and run.json last: from then on the run exists."""
-    is_tiny = given.get("model", "tiny") == "tiny"
-    run = RUN_DEFAULTS | (TINY_DEFAULTS if is_tiny else {}) | given
-    low, high = LOSSES[run["loss"]][1:]
-    run["clip_low"], run["clip_high"] = run["clip_low"] or low, run["clip_high"] or high
-    if run["task"] == "data" or args.data or args.reward:
-        run["task"] = "data" if args.reward else run["task"]
-    if not is_tiny and run["task"] == "add":
-        raise UserError("--model needs --data FILE.jsonl with --task math or --reward FILE.py:FUNCTION")
-    texts = {}
-    for name, path in (("data", args.data), ("eval", args.eval_data)):
-        if path:
-            try:
-                texts[name] = Path(path).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"--{name} {path}: {error}") from None
-            read_rows(texts[name], path)
-    if run["task"] != "add" and "data" not in texts:
-        raise UserError(f"--task {run['task']} needs --data FILE.jsonl")
-    for name, text in texts.items():
-        if not bucket.put_new(f"{name}.jsonl", text.encode()) and bucket.get(f"{name}.jsonl") != text.encode():
-            raise UserError(f"{bucket.address} holds another {name}.jsonl; choose an empty bucket")
-    if is_tiny and not any(bucket.list("base/manifest.json")):
-        bucket.publish("base", base_files(train_tiny_base(run["seed"])), {})
-    policy = load_policy(bucket, run, args, slots=2)
-    run |= {"format": "async-grpo-run", "version": 1, "run_id": os.urandom(8).hex(), "created_unix_s": time.time(),
-            "fingerprint": fingerprint(policy), "stop_ids": policy.stop_ids, "has_eval_data": "eval" in texts,
-            "vocabulary": lora.head(policy.model).weight.shape[0], "rewards": reward_names(args.reward)}
-    load_task(bucket, run, args, policy.tokenizer)
-    tensors = lora.init_adapter(policy.lora.shapes, run["seed"])
-    if args.init_adapter:
-        tensors = lora.read_adapter({p.name: p.read_bytes() for p in Path(args.init_adapter).iterdir() if p.is_file()},
-                                    run["lora_r"], run["lora_alpha"])[0]
-        policy.lora.load(0, tensors)  # AdapterError where it does not fit this model
-    state = State(0, 0, tensors, *({n: torch.zeros_like(t) for n, t in tensors.items()} for _ in range(2)))
-    # Another learner may be setting up the same bucket: its checkpoint 0 is as good, but the ids must agree.
-    write_checkpoint(bucket, run, state, f"checkpoints/000000/{run['run_id']}", digest(state.tensors()))
-    manifest = json.loads(bucket.get("checkpoints/000000/manifest.json"))
-    if manifest["run_id"] == run["run_id"]:
-        bucket.put_new("run.json", json.dumps(run, sort_keys=True, indent=1).encode() + b"\n")
-    return run
+# What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
+RUN_DEFAULTS = {"model": "tiny", "task": "math", "steps": 200, "groups_per_step": 8, "group_size": 8, "max_tokens": 256,
+                "max_prompt_tokens": 512, "temperature": 1.0, "lora_r": 16, "lora_alpha": 32.0, "target_modules": "all-linear",
+                "lr": 1e-4, "lr_schedule": "constant", "warmup_steps": 5, "weight_decay": 0.0, "loss": "dapo",
+                "clip_low": None, "clip_high": None, "kl": 0.0, "tis": 0.0, "clip_norm": 1.0, "mask_truncated": False,
+                "max_staleness": 2, "sync_steps": 1, "checkpoint_steps": 25, "part_dtype": "float32", "seed": 0}
+TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
+                 "lora_alpha": 16.0, "lr": 1e-2, "lr_schedule": "linear", "warmup_steps": 20}
 
 
-def join_run(bucket, args, role: str) -> dict:
+def join_run(bucket, args) -> dict:
     """This bucket's run.json: created by a learner that finds none, waited for by everybody else.
 
-    Refuses flags that differ from the run's, naming them. --steps may grow."""
+    Refuses flags that differ from the run's, naming them. --steps may differ, and --model where its weights agree."""
     given = {k: v for k in RUN_DEFAULTS if (v := getattr(args, k)) is not None}
-    wait = Wait(args.wait_s or WAIT_LIMIT_S)
-    if role == "learner" and not any(bucket.list("run.json")):
-        leftovers = [k for k in itertools.islice(bucket.list(""), 50) if k.split("/")[0] in ("steps", "groups", "parts")]
-        if leftovers:
-            raise UserError(f"{bucket.address} holds {leftovers[0]} but no run.json; choose an empty bucket")
-        create_run(bucket, args, given)
+    rewards = [[name, weight, sha256] for name, weight, _, sha256 in map(load_reward, args.reward)]
+    if args.role == "learner" and not any(bucket.list("run.json")):
+        create_run(bucket, args, given, rewards)
+    wait = Wait(args.wait_s or 600)
     while not any(bucket.list("run.json")):
         wait.tick(f"run.json in {bucket.address} (a learner creates it: --role learner --bucket {bucket.address})", 0.2)
     run = json.loads(bucket.get("run.json"))
     if (run.get("format"), run.get("version")) != ("async-grpo-run", 1):
         raise UserError(f"{bucket.address}/run.json: expected an async-grpo-run of version 1, got {run.get('format')!r}")
-    free = {"steps", "model", "checkpoint_steps"} if role == "learner" else {"steps", "model"}
-    differing = {k: (v, run[k]) for k, v in given.items() if k not in free and v != run[k] and not (k == "task" and args.reward)}
+    differing = {k: (v, run[k]) for k, v in given.items() if k not in ("steps", "model") and v != run[k]}
     if "model" in given and (given["model"] == "tiny") != (run["model"] == "tiny"):
         differing["model"] = given["model"], run["model"]
-    if args.reward and reward_names(args.reward) != run["rewards"]:
-        differing["reward"] = reward_names(args.reward), run["rewards"]
+    if rewards and rewards != run["rewards"]:
+        differing["reward"] = rewards, run["rewards"]
     if differing:
         raise UserError(f"{bucket.address} holds another run: " + "; ".join(
             f"--{k.replace('_', '-')} is {mine}, the run has {theirs}" for k, (mine, theirs) in differing.items())
-            + "; leave these flags out to join it, or choose an empty bucket")
+            + "; leave these flags out to join it, or take an empty bucket")
     args.steps = given.get("steps", run["steps"])
     args.queue_groups = args.queue_groups or max(1, run["max_staleness"] - 1) * run["groups_per_step"] * run["sync_steps"]
     args.poll_s = poll_s(bucket)
     return run
 
 
-def reward_names(specs: list[str]) -> list[list]:
-    """What run.json keeps of the reward functions: name, weight, sha256 of the file."""
-    return [[name, weight, sha256] for name, weight, _, sha256 in map(load_reward, specs)]
+def create_run(bucket, args, given: dict, rewards: list) -> None:
+    """Writes everything that another machine needs, and run.json last: from then on the run exists."""
+    if left := next((k for k in ("steps/", "groups/", "parts/") if any(bucket.list(k))), None):
+        raise UserError(f"{bucket.address} holds {left} but no run.json; take an empty bucket")
+    is_tiny = given.get("model", "tiny") == "tiny"
+    run = RUN_DEFAULTS | (TINY_DEFAULTS if is_tiny else {}) | given
+    run |= {side: run[side] or default for side, default in zip(("clip_low", "clip_high"), LOSSES[run["loss"]][1:])}
+    if run["task"] == "math" and not args.data:
+        raise UserError("--model and --task math need --data FILE.jsonl with prompts (and an answer column, or --reward)")
+    for name, path in (("data", args.data), ("eval", args.eval_data)):
+        if path:
+            try:
+                text = Path(path).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{path}: {error}") from None
+            read_rows(text, path)
+            if not bucket.put_new(f"{name}.jsonl", text.encode()) and bucket.get(f"{name}.jsonl") != text.encode():
+                raise UserError(f"{bucket.address} holds another {name}.jsonl; take an empty bucket")
+    if is_tiny and not any(bucket.list("base/manifest.json")):
+        bucket.publish("base", base_files(train_tiny_base(run["seed"])), {})
+    policy = load_policy(bucket, run, args, slots=2)
+    run |= {"format": "async-grpo-run", "version": 1, "run_id": os.urandom(8).hex(), "created_unix_s": time.time(),
+            "fingerprint": fingerprint(policy), "stop_ids": policy.stop_ids, "rewards": rewards,
+            "vocabulary": lora.head(policy.model).weight.shape[0]}
+    load_task(bucket, run, args, policy.tokenizer)
+    tensors = lora.init_adapter(policy.lora.shapes, run["seed"])
+    if args.init_adapter:
+        files = {p.name: p.read_bytes() for p in Path(args.init_adapter).iterdir() if p.is_file()}
+        tensors = read_matching_adapter(files, run)
+        policy.lora.load(0, tensors)  # AdapterError where it does not fit this model
+    state = State(0, 0, tensors, *({n: torch.zeros_like(t) for n, t in tensors.items()} for _ in range(2)))
+    write_checkpoint(bucket, run, state, f"checkpoints/000000/{run['run_id']}", digest(state.tensors()))
+    # Of two learners that set up one bucket at once, the one whose checkpoint counts writes run.json. After a crash in
+    # between, the checkpoint's run_id is taken over.
+    run["run_id"] = json.loads(bucket.get("checkpoints/000000/manifest.json"))["run_id"]
+    bucket.put_new("run.json", json.dumps(run, sort_keys=True, indent=1).encode() + b"\n")
+
+
+def base_of(bucket, run: dict, args) -> str:
+    """Where the base lies for this process: --model here, else the bucket's base/, else the model that the run names."""
+    where = args.model if args.model not in (None, "tiny") else run["model"]
+    if where != "tiny":
+        return where
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "async-grpo"
+    return str(bucket.root / "base" if bucket.root else bucket.fetch("base", cache / run.get("run_id", "new"))[1])
 
 
 def load_policy(bucket, run: dict, args, slots: int) -> Policy:
-    """The base with LoRA slots: from --model here, else the model of run.json, else the bucket's base/."""
-    where = args.model if args.model not in (None, "tiny") else run["model"]
-    if where == "tiny":
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "async-grpo"
-        where = bucket.root / "base" if bucket.root else bucket.fetch("base", cache / run.get("run_id", "new") / "base")[1]
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The base with its LoRA slots and tokenizer; UserError where it is not the base that the run was started on."""
+    where, device = base_of(bucket, run, args), args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
     try:
-        model = lora.load_model(str(where), dtype, device, args.trust_remote_code)
-        tokenizer = lora.load_tokenizer(str(where), args.trust_remote_code)
+        model, tokenizer = lora.load_model(where, dtype, device, args.trust_remote_code), lora.load_tokenizer(where, args.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {where}: {str(error).splitlines()[0]}") from None
     lora.check_head(model)
-    if device.startswith("cuda") and shares_prompts(model):
-        model.set_attn_implementation("flex_attention")
     ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
     stop_ids = sorted({i for e in ends if e is not None for i in (e if isinstance(e, list) else [e])})
     policy = Policy(model, lora.Lora(model, run["lora_r"], run["lora_alpha"], run["target_modules"], slots=slots), tokenizer, stop_ids)
-    if "fingerprint" in run and fingerprint(policy) != run["fingerprint"]:
-        raise UserError(f"--model {where} is not the run's base ({run['model']}): fingerprint {fingerprint(policy)[:12]}, "
-                        f"expected {run['fingerprint'][:12]}; give the same model with --model")
+    if device.startswith("cuda") and policy.shares_prompts:
+        model.set_attn_implementation("flex_attention")
+    if "fingerprint" in run and (got := fingerprint(policy)) != run["fingerprint"]:
+        raise UserError(f"--model {where} is not the run's base ({run['model']}): fingerprint {got[:12]}, expected "
+                        f"{run['fingerprint'][:12]}; give the same model with --model")
     return policy
 
 
@@ -1745,49 +1640,39 @@ def fingerprint(policy: Policy) -> str:
     load agree), and the tokenizer's vocabulary."""
     h = hashlib.sha256(json.dumps(sorted(policy.tokenizer.get_vocab().items())).encode())
     for name, p in sorted(policy.model.named_parameters()):
-        sample = p.detach().flatten()[:16].to(torch.bfloat16).float().tolist()
-        h.update(f"{name} {list(p.shape)} {sample}".encode())
+        h.update(f"{name} {list(p.shape)} {p.detach().flatten()[:16].to(torch.bfloat16).float().tolist()}".encode())
     return h.hexdigest()
 
 
 def load_task(bucket, run: dict, args, tokenizer) -> Task:
-    """Rows and rewards. Without --eval-data the last tenth of the data, at most 256 rows, is held out."""
+    """Rows and rewards. Without --eval-data the last tenth of the data is held out; 256 rows are evaluated at most."""
     if run["task"] == "add":
-        rows, eval_rows = ([{"prompt": add_prompt(a, b), "answer": a + b} for a, b in add_pairs(h)] for h in (False, True))
+        rows, eval_rows = ([{"prompt": add_prompt(a, b), "answer": a + b} for a, b in add_pairs(is_held_out)] for is_held_out in (False, True))
+        eval_rows *= 256 // len(eval_rows) + 1
     else:
-        rows, eval_rows = read_rows(bucket.get("data.jsonl").decode(), "data.jsonl"), None
-        if run["has_eval_data"]:
+        rows, eval_rows = read_rows(bucket.get("data.jsonl").decode(), "data.jsonl"), []
+        if any(bucket.list("eval.jsonl")):
             eval_rows = read_rows(bucket.get("eval.jsonl").decode(), "eval.jsonl")
         elif len(rows) >= 20:
-            n = min(256, len(rows) // 10)
-            rows, eval_rows = rows[:-n], rows[-n:]
-    rewards = [(name, weight, f) for name, weight, f, _ in map(load_reward, args.reward)]
-    if not rewards and run["rewards"]:
-        if args.role in ("actor", "learner", "eval"):
-            raise UserError("this run scores with --reward " + " --reward ".join(f"FILE.py:{n}" for n, _, _ in run["rewards"])
-                            + "; give the same file here")
-    if not rewards:
-        rewards = [("add", 1.0, add_reward)] if run["task"] == "add" else [("math", 1.0, math_reward)]
-        for row in rows + (eval_rows or []):
-            if "answer" not in row:
-                raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(row)}")
-    eval_rows = list(itertools.islice(itertools.cycle(eval_rows), 256)) if run["task"] == "add" else (eval_rows or [])[:256]
-    return Task(rows, eval_rows, rewards, tokenizer, run["max_prompt_tokens"], args.reward_timeout_s)
+            rows, eval_rows = rows[:-len(rows) // 10], rows[-len(rows) // 10:]
+    if run["rewards"] and not args.reward:
+        raise UserError("this run scores with " + " ".join(f"--reward FILE.py:{n}={w:g}" for n, w, _ in run["rewards"]) + "; give the same file")
+    rewards = [load_reward(spec)[:3] for spec in args.reward] or [(run["task"], 1.0, add_reward if run["task"] == "add" else math_reward)]
+    if not args.reward and (bad := next((r for r in rows + eval_rows if "answer" not in r), None)):
+        raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
+    return Task(rows, eval_rows[:256], rewards, tokenizer, args.reward_timeout_s)
 
 
 def run_learner(bucket, args) -> None:
-    began = time.monotonic()
-    run = join_run(bucket, args, "learner")
+    began, run = time.monotonic(), join_run(bucket, args)
     policy = load_policy(bucket, run, args, slots=2)
-    policy.lora.train(0)
     learner = Learner(bucket, run, args, policy, load_task(bucket, run, args, policy.tokenizer))
     learner.start()
     try:
-        done = learner.state.step >= args.steps
-        say("ready", role="learner", url="-", id=learner.id, run_id=run["run_id"], step=learner.state.step)
+        say("ready", role="learner", url="-", id=learner.id, run_id=run["run_id"])
         learner.train()
-        if done:
-            print(f"this run is complete: {learner.state.step} steps done, --steps {args.steps}", flush=True)
+        if learner.at_start >= args.steps:
+            print(f"this run is complete: {learner.at_start} steps are done, --steps is {args.steps}", flush=True)
         finish(learner, time.monotonic() - began)
     finally:
         learner.member.stop()
@@ -1797,120 +1682,70 @@ def finish(learner: Learner, wall_s: float) -> None:
     """final/, summary.json, report.html and the summary line."""
     bucket, run = learner.bucket, learner.run
     files = lora.adapter_files(learner.state.adapter, run["lora_r"], run["lora_alpha"], run["target_modules"], run["model"])
-    try:
-        bucket.publish("final", files, {"step": learner.state.step, "run_id": run["run_id"], "digest": learner.digest})
-    except Conflict:  # the end of a shorter run with fewer --steps
-        bucket.delete_prefix("final")
-        bucket.publish("final", files, {"step": learner.state.step, "run_id": run["run_id"], "digest": learner.digest})
+    for _ in range(2):
+        try:
+            bucket.publish("final", files, {"step": learner.state.step, "run_id": run["run_id"], "digest": learner.digest})
+            break
+        except Conflict:  # the end of the same run with fewer --steps
+            bucket.delete_prefix("final")
     summary = summarize(bucket, run, learner.metrics) | {"wall_s": round(wall_s, 1), "digest": learner.digest}
-    bucket.put("summary.json", json.dumps(summary, sort_keys=True, indent=1).encode() + b"\n")
-    if learner.metrics:
-        bucket.put("last.json", json.dumps(learner.metrics).encode())
+    bucket.put("summary.json", json.dumps(summary | {"last": learner.metrics}, sort_keys=True, indent=1).encode() + b"\n")
     write_report(bucket, run)
     say("summary", **summary)
 
 
-def curve(bucket, run: dict, last: dict | None = None) -> tuple[list[dict], list[dict]]:
-    """(entries, metrics of each step): entry t + 1 carries the metrics of step t, so the curve is in the log itself."""
+def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
+    """(entries, metrics of each step). Entry t + 1 carries the metrics of step t: the learning curve is in the log."""
     log = Log(bucket, run)
     entries = [log.read(t) for t in range(1, log.refresh() + 1)]
-    rows = {e["previous"]["step"]: e["previous"] for e in entries if e["previous"]}
-    if last:
-        rows[last["step"]] = last
+    rows = {row["step"]: row for row in [e["previous"] for e in entries] + [last] if row}
     return entries, [rows[t] for t in sorted(rows)]
 
 
 def summarize(bucket, run: dict, last: dict) -> dict:
     """Totals over the whole run from the log: every written group is trained, equal, dropped or pending."""
     entries, rows = curve(bucket, run, last)
-    mean = lambda values: sum(values) / len(values) if values else math.nan  # noqa: E731
-    named = {k for e in entries for k in named_groups(e)}
-    dropped = {k for e in entries for k in e["dropped"]}
-    equal, used = sum(e["groups_equal"] for e in entries), sum(len(c) for e in entries for c in e["chunks"])
-    pending = [k for k in bucket.list("groups/") if k not in named]
-    tokens = sum(r["tokens"] for r in rows)
+
+    def mean(name, some):
+        values = [r[name] for r in some if r[name] is not None]
+        return sum(values) / len(values) if values else None
+    named, dropped = ({k for e in entries for k in f(e)} for f in (named_groups, lambda e: e["dropped"]))
+    equal, used = sum(e["groups_equal"] for e in entries), len(named - dropped)
+    pending = sum(k not in named for k in bucket.list("groups/"))
     evals = {e["step"]: e for e in (json.loads(bucket.get(k)) for k in bucket.list("evals/"))}
-    before, after = evals.get(0, {}), evals.get(len(entries), {})
-    checked = [r["mismatch"] for r in rows if r["mismatch"] is not None]
-    return {"steps": len(entries), "reward_first": mean([r["reward"] for r in rows[:5]]),
-            "reward_last": mean([r["reward"] for r in rows[-10:]]), "eval_before": before.get("sampled", math.nan),
-            "eval_after": after.get("sampled", math.nan), "eval_greedy_before": before.get("greedy", math.nan),
-            "eval_greedy_after": after.get("greedy", math.nan),
-            "ratio_mean": sum(r["ratio"] * r["tokens"] for r in rows if r["tokens"]) / tokens if tokens else math.nan,
-            "mismatch_max": max(checked, default=math.nan), "staleness_mean": mean([r["staleness_mean"] for r in rows]),
-            "groups_written": len(named) + len(pending), "groups_trained": used - equal, "groups_equal": equal,
-            "groups_dropped": len(dropped), "groups_pending": len(pending)}
+    tokens = sum(r["tokens"] for r in rows)
+    return {"steps": len(entries), "reward_first": mean("reward", rows[:5]), "reward_last": mean("reward", rows[-10:]),
+            **{f"eval_{when}{'_greedy' * (kind == 'greedy')}": evals.get(step, {}).get(kind)
+               for when, step in (("before", 0), ("after", len(entries))) for kind in ("sampled", "greedy")},
+            "ratio_mean": sum(r["ratio"] * r["tokens"] for r in rows if r["tokens"]) / tokens if tokens else None,
+            "mismatch": mean("mismatch", rows), "staleness_mean": mean("staleness_mean", rows),
+            "groups_written": len(named) + pending, "groups_trained": used - equal, "groups_equal": equal,
+            "groups_dropped": len(dropped), "groups_pending": pending}
 
 
 def write_report(bucket, run: dict) -> None:
     """report.html: docs/report.html with this run's numbers in place of its one placeholder."""
-    def optional(key):
-        return json.loads(bucket.get(key)) if any(bucket.list(key)) else None
-    _, rows = curve(bucket, run, optional("last.json"))
-    timings = {}
-    for key in bucket.list("metrics/learner-"):
-        for line in bucket.get(key).decode().splitlines():
-            timings[json.loads(line)["step"]] = json.loads(line)
-    steps = [row | timings.get(row["step"], {}) for row in rows]
-    for row in steps:
-        if "step_s" in row:
-            row["other_s"] = max(0.0, row["step_s"] - sum(row[k] for k in ("wait_s", "fwd_bwd_s", "apply_s", "sync_s")))
-    data = {"run": run, "summary": optional("summary.json"), "steps": steps, "samples": samples(bucket, run),
-            "evals": [json.loads(bucket.get(k)) for k in bucket.list("evals/")],
-            "members": list(proxy.LiveMembers(bucket).poll().values()), "bottleneck": bottleneck(steps)}
+    summary = json.loads(bucket.get("summary.json")) if any(bucket.list("summary.json")) else None
+    timings = {row["step"]: row for key in bucket.list("metrics/learner-") for row in map(json.loads, bucket.get(key).splitlines())}
+    steps = [row | timings.get(row["step"], {}) for row in curve(bucket, run, (summary or {}).get("last", {}))[1]]
+    keys, samples = list(bucket.list("groups/")), []
+    for key in keys[::len(keys) // 20 + 1]:
+        text = read_header(bucket.get(key))["text"]
+        best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
+        samples.append({"step": number_in(key) * run["sync_steps"] + 1, "prompt": text["prompt"], **{
+            name: {"text": text["completions"][i], "reward": text["rewards"][i]} for name, i in (("best", best), ("worst", worst))}})
+    data = {"run": run, "summary": summary, "steps": steps, "samples": samples, "members": list(proxy.LiveMembers(bucket).poll().values()),
+            "evals": [json.loads(bucket.get(k)) for k in bucket.list("evals/")]}
     template = (Path(__file__).parent / "docs" / "report.html").read_text(encoding="utf-8")
-    # Subtle: "</script>" inside a completion would end the page's script; "<" never appears in JSON outside strings.
-    embedded = json.dumps(without_nan(data)).replace("<", "\\u003c")
-    bucket.put("report.html", template.replace("/*DATA*/null", embedded).encode())
-
-
-def without_nan(value):
-    """The same JSON value with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {k: without_nan(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [without_nan(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def samples(bucket, run: dict) -> list[dict]:
-    """Best and worst completion of some of the groups that still lie in the bucket, oldest first."""
-    if "torch" not in sys.modules:
-        return []
-    keys = list(bucket.list("groups/"))
-    found = []
-    for key in keys[::max(1, len(keys) // 20)]:
-        try:
-            g = read_group(bucket.get(key), key, run)
-        except (NotFound, Corrupt):
-            continue
-        low, high = (min, max)[0](range(len(g.rewards)), key=g.rewards.__getitem__), max(range(len(g.rewards)), key=g.rewards.__getitem__)
-        found.append({"step": version_of(key) * run["sync_steps"] + 1, "prompt": g.text["prompt"],
-                      **{name: {"text": g.text["completions"][i], "reward": g.rewards[i]} for name, i in (("best", high), ("worst", low))}})
-    return found
-
-
-def bottleneck(steps: list[dict]) -> str:
-    """One sentence: what most of a step's time goes to, and what would help."""
-    timed = [r for r in steps[-50:] if "step_s" in r]
-    if not timed:
-        return "No step has been timed yet."
-    total = sum(r["step_s"] for r in timed)
-    share = {k: sum(r[k] for r in timed) / total for k in ("wait_s", "fwd_bwd_s", "apply_s", "sync_s", "other_s")}
-    name = max(share, key=share.get)
-    advice = {"wait_s": "the learner waits for groups: add samplers or actors, or raise --inflight (or --queue-groups, if staleness allows)",
-              "fwd_bwd_s": "the learner's forward and backward: raise --token-budget if memory allows, or add a learner",
-              "apply_s": "the optimizer and digest on the CPU: lower --lora-r, or use a faster CPU",
-              "sync_s": "publishing and checkpoints: raise --sync-steps or --checkpoint-steps",
-              "other_s": "waiting for other learners' parts and the bucket: use a nearer bucket or fewer --chunks"}
-    return f"Over the last {len(timed)} steps {share[name]:.0%} of the time went to {advice[name]}."
+    # Subtle: "</script>" inside a completion would end the page's script; "<" is never part of JSON outside its strings.
+    bucket.put("report.html", template.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")).encode())
+    say("report", at=f"{bucket.address}/report.html")
 
 
 def run_sampler(bucket, args) -> None:
-    run = join_run(bucket, args, "sampler")
-    policy = load_policy(bucket, run, args, slots=run["max_staleness"] + 4)
-    engine = Engine(bucket, run, policy, args.max_rows)
-    engine.start(follows=False)  # the router loads the versions, and checks them, before it sends anything here
+    run = join_run(bucket, args)
+    engine = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), args.max_rows)
+    engine.start(follows=False)  # the router loads the versions, and checks each, before it sends anything here
     member = proxy.Member(bucket, "sampler", run_id=run["run_id"])
 
     def ready(url):
@@ -1925,89 +1760,81 @@ def run_sampler(bucket, args) -> None:
 
 
 def run_actor(bucket, args) -> None:
-    run = join_run(bucket, args, "actor")
+    run, engine = join_run(bucket, args), None
     if args.sampler:
-        tokenizer = lora.load_tokenizer(str(args.model or (run["model"] if run["model"] != "tiny" else bucket.root / "base")))
-        sampler = HttpSampler(bucket, run, args)
+        tokenizer, sampler = lora.load_tokenizer(base_of(bucket, run, args)), HttpSampler(bucket, run, args.sampler, args.token)
     else:
-        policy = load_policy(bucket, run, args, slots=run["max_staleness"] + 4)
-        engine, tokenizer = Engine(bucket, run, policy, args.max_rows), policy.tokenizer
+        engine = sampler = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), args.max_rows)
         engine.start(follows=True)
-        sampler = LocalSampler(engine)
+        tokenizer = engine.policy.tokenizer
     actor = Actor(bucket, run, args, load_task(bucket, run, args, tokenizer), sampler)
     try:
         actor.work()
     finally:
         actor.member.stop()
-        if not args.sampler:
+        if engine:
             engine.end()
 
 
-def run_eval(bucket, args) -> None:
-    """Held-out reward of the newest adapter of a bucket, or of --version."""
-    run = join_run(bucket, args, "eval")
-    policy = load_policy(bucket, run, args, slots=1)
-    version, tensors = published(bucket, args.version)
-    say("eval", version=version, **evaluate(policy, load_task(bucket, run, args, policy.tokenizer), tensors, run))
-
-
 def published(bucket, version: int | None) -> tuple[int, dict]:
-    versions = [int(k.split("/")[1][1:]) for k in bucket.list("adapters/") if k.endswith("/manifest.json")]
+    """(version, tensors) of an adapter in the bucket, the newest by default."""
+    versions = manifests(bucket, "adapters/")
     if not versions or (version is not None and version not in versions):
-        raise UserError(f"{bucket.address} has no adapter {version if version is not None else 'yet'}; it has {versions}")
-    version = max(versions) if version is None else version
+        raise UserError(f"{bucket.address} has no adapter {'yet' if version is None else version}; it has {versions}")
+    version = versions[-1] if version is None else version
     return version, lora.read_adapter(bucket.fetch(f"adapters/v{version:06d}")[1])[0]
 
 
+def run_eval(bucket, args) -> None:
+    """Held-out reward of an adapter of the bucket."""
+    run = join_run(bucket, args)
+    policy, (version, tensors) = load_policy(bucket, run, args, slots=1), published(bucket, args.version)
+    say("eval", version=version, **evaluate(policy, load_task(bucket, run, args, policy.tokenizer), tensors, run))
+
+
 def run_export(bucket, args) -> None:
-    """Copies the newest adapter (or --version) to --out as PEFT files; --merge adds it to the base instead."""
-    run = join_run(bucket, args, "export")
+    """Copies an adapter to --out as PEFT files; --merge writes base and adapter as one model instead."""
+    run, out = join_run(bucket, args), Path(args.out or "")
     if not args.out:
         raise UserError("--role export needs --out DIR")
     version, tensors = published(bucket, args.version)
-    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     if args.merge:
         policy = load_policy(bucket, run, args, slots=1)
-        model = lora.merge(policy.model, tensors, run["lora_alpha"], run["lora_r"], policy.model.dtype)
-        model.save_pretrained(out)
+        lora.merge(policy.model, tensors, run["lora_alpha"], run["lora_r"], policy.model.dtype).save_pretrained(out)
         policy.tokenizer.save_pretrained(out)
     else:
-        files = lora.adapter_files(tensors, run["lora_r"], run["lora_alpha"], run["target_modules"], run["model"])
-        for name, data in files.items():
+        for name, data in lora.adapter_files(tensors, run["lora_r"], run["lora_alpha"], run["target_modules"], run["model"]).items():
             (out / name).write_bytes(data)
-    say("exported", version=version, to=out, merged=args.merge)
+    say("exported", version=version, merged=args.merge, to=out)
+
+
+def run_report(bucket, args) -> None:
+    write_report(bucket, join_run(bucket, args))
 
 
 def run_all(args, argv: list[str]) -> int:
-    """Every role as a process of its own on this machine; restarts one that dies, ends all when the learners are done."""
-    here = [sys.executable, "-u", str(Path(__file__).resolve()), *argv]
-    proxy_flags = ["--bucket", args.bucket, "--listen", "127.0.0.1:0"] + (["--token", args.token] if args.token else [])
-    commands = {f"learner {i}": [*here, "--role", "learner"] for i in range(args.learners)}
-    commands |= {"proxy": [sys.executable, "-u", str(Path(__file__).resolve().parent / "proxy.py"), *proxy_flags]}
-    commands |= {f"sampler {i}": [*here, "--role", "sampler", "--listen", "127.0.0.1:0"] for i in range(args.samplers)}
-    commands |= {f"actor {i}": [*here, "--role", "actor", "--sampler", "bucket"] for i in range(args.actors)}
-    env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GRPO_PARENT": str(os.getpid())}
-    crash = env.pop("GRPO_CRASH", None)
-    running = {name: subprocess.Popen(c, env=env | ({"GRPO_CRASH": crash} if crash and "learner" in name else {}))
-               for name, c in commands.items()}
-    restarts, code = deque(maxlen=5), 0
+    """Every role as a process of its own on this machine; starts one that dies again, ends all when the learners are done."""
+    here = Path(__file__).resolve()
+    python = [sys.executable, "-u", str(here), *argv]
+    commands = {f"learner {i}": [*python, "--role", "learner"] for i in range(args.learners)}
+    commands["proxy"] = [sys.executable, "-u", str(here.parent / "proxy.py"), "--bucket", args.bucket, "--listen", "127.0.0.1:0"]
+    commands |= {f"sampler {i}": [*python, "--role", "sampler", "--listen", "127.0.0.1:0"] for i in range(args.samplers)}
+    commands |= {f"actor {i}": [*python, "--role", "actor", "--sampler", "bucket"] for i in range(args.actors)}
+    env = {"OMP_NUM_THREADS": "1"} | os.environ | {"GRPO_PARENT": str(os.getpid()), "GRPO_TOKEN": args.token}
+    running, deaths, code = {name: subprocess.Popen(c, env=env) for name, c in commands.items()}, deque(maxlen=5), 0
+    env.pop("GRPO_CRASH", None)  # a crash point is for the first life of a process only
     try:
-        while any("learner" in name for name in running):
+        while not code and any("learner" in name for name in running):
             time.sleep(0.1)
-            for name, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[name]
-                if process.returncode == 0:
-                    continue
-                restarts.append(time.monotonic())
-                if process.returncode == 2 or (len(restarts) == 5 and restarts[-1] - restarts[0] < 60):
-                    raise SystemExit(process.returncode if process.returncode == 2 else 1)
-                warn(f"{name} died with {process.returncode}; starting it again")
-                running[name] = subprocess.Popen(commands[name], env=env)
-    except SystemExit as stop:
-        code = stop.code
+            for name in [n for n, p in running.items() if p.poll() is not None]:
+                status = running.pop(name).returncode
+                deaths.extend([time.monotonic()] if status else [])
+                if status == 2 or (len(deaths) == 5 and deaths[-1] - deaths[0] < 300):
+                    code = 2 if status == 2 else 1
+                elif status:
+                    warn(f"{name} died with status {status}; starting it again")
+                    running[name] = subprocess.Popen(commands[name], env=env)
     except KeyboardInterrupt:
         code = 1
         warn(f"stopped; the same command goes on from here ({args.bucket})")
@@ -2025,77 +1852,60 @@ def run_all(args, argv: list[str]) -> int:
 
 # ---------------------------------------------------------------- 9. Arguments and main
 
-# What run.json fixes for everybody: a joiner takes these from the bucket. None: the flag was not given.
-RUN_DEFAULTS = {"model": "tiny", "task": "math", "steps": 200, "groups_per_step": 8, "group_size": 8, "max_tokens": 256,
-                "max_prompt_tokens": 512, "temperature": 1.0, "lora_r": 16, "lora_alpha": 32.0, "target_modules": "all-linear",
-                "lr": 1e-4, "lr_schedule": "constant", "warmup_steps": 5, "weight_decay": 0.0, "loss": "dapo",
-                "clip_low": None, "clip_high": None, "kl": 0.0, "tis": 0.0, "clip_norm": 1.0, "mask_truncated": False,
-                "max_staleness": 2, "sync_steps": 1, "checkpoint_steps": 25, "part_dtype": "float32", "seed": 0}
-TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
-                 "lora_alpha": 16.0, "lr": 1e-2, "lr_schedule": "linear", "warmup_steps": 20}
+RUN_FLAGS = (  # name, type or choices, meaning
+    ("model", str, "folder or hub id of a causal language model; tiny is trained on the spot"),
+    ("task", ("add", "math"), "built-in reward: add (of the tiny model), or math: the last number, \\boxed{} or #### equals the answer column"),
+    ("steps", int, "optimizer steps in all; a higher number later goes on"), ("groups-per-step", int, "groups that make a step"),
+    ("group-size", int, "completions of a prompt"), ("max-tokens", int, "tokens of a completion at most"),
+    ("max-prompt-tokens", int, "longer prompts are passed over"), ("temperature", float, "of sampling, and of the trained distribution"),
+    ("lora-r", int, "rank"), ("lora-alpha", float, "the adapter is scaled by alpha / r"),
+    ("target-modules", str, "all-linear, or last names separated by commas"), ("lr", float, "AdamW learning rate"),
+    ("lr-schedule", ("constant", "linear"), "after the warm-up; linear ends at a tenth"), ("warmup-steps", int, "linear warm-up; 0: none"),
+    ("weight-decay", float, "of AdamW; 0: none"), ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "section 2 of this file"),
+    ("clip-low", float, "clip distance of the ratio below 1 (default by loss)"), ("clip-high", float, "the same above 1"),
+    ("kl", float, "weight of the KL term to the base; 0: none"), ("tis", float, "cap on the ratio; 0: none"),
+    ("clip-norm", float, "clip of the gradient's norm; 0: none"), ("max-staleness", int, "versions that a group may lag; 0: synchronous"),
+    ("sync-steps", int, "steps per published version"), ("checkpoint-steps", int, "steps between checkpoints"),
+    ("part-dtype", ("float32", "bfloat16"), "of the gradients in the bucket"), ("seed", int, "of base, adapter, order and sampling"))
+PROCESS_FLAGS = (  # name, type or choices, default, meaning
+    ("role", ("all", "learner", "actor", "sampler", "proxy", "eval", "report", "export"), "all", "what this process is; all: every role, on this machine"),
+    ("bucket", str, "runs/demo", "folder, s3://bucket/prefix or URL"), ("data", str, None, "JSON lines with prompt (text or chat messages) and other columns"),
+    ("eval-data", str, None, "held-out rows; without it the last tenth of the data"), ("init-adapter", str, None, "PEFT folder to start from"),
+    ("sampler", str, None, "URL of a proxy, a sampler or a vLLM; bucket: the proxy announced there; without it an actor samples by itself"),
+    ("listen", str, "127.0.0.1:8001", "HOST:PORT of a sampler; port 0: any free one"), ("token", str, os.environ.get("GRPO_TOKEN", ""), "bearer token (also GRPO_TOKEN)"),
+    ("device", str, None, "cuda, cuda:1, cpu; without it cuda if there is one"), ("dtype", ("float32", "bfloat16", "float16"), None, "of the base; without it bfloat16 on cuda, float32 on the CPU"),
+    ("token-budget", int, 2048, "tokens per forward of a learner"), ("queue-groups", int, 0, "groups waiting and in flight at most; 0: from max-staleness"),
+    ("inflight", int, 128, "rollouts in flight per actor"), ("max-rows", int, 64, "rows that a sampler decodes at once"),
+    ("chunks", int, 0, "parts per step; 0: one per live learner"), ("eval-steps", int, 0, "steps between evaluations; 0: first and last, -1: none"),
+    ("reward-timeout-s", float, 60.0, "seconds a reward function may take"), ("group-deadline-s", float, 600.0, "seconds after which a group closes with what it has"),
+    ("wait-s", float, 3600.0, "seconds any wait may take; 0: no limit"), ("version", int, None, "adapter to eval or export; without it the newest"),
+    ("out", str, None, "folder that export writes"), ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    run = parser.add_argument_group("the run (fixed by the first learner; joiners read it from the bucket)")
 
-    def flag(group, name: str, text: str, **more):
+    def add(group, name, kind, default, text):
+        kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": kind.__name__.upper()}
+        group.add_argument(f"--{name}", default=default, help=text.replace("%", "%%"), **kinds)
+    run = parser.add_argument_group("the run (fixed by its first learner; everybody else reads it from the bucket)")
+    for name, kind, text in RUN_FLAGS:
         key = name.replace("-", "_")
-        if key in RUN_DEFAULTS:
-            tiny = f"; tiny: {TINY_DEFAULTS[key]}" if key in TINY_DEFAULTS else ""
-            text += f" (default {RUN_DEFAULTS[key]}{tiny})" if RUN_DEFAULTS[key] is not None else ""
-        group.add_argument(f"--{name}", help=text.replace("%", "%%"), **more)
-    flag(run, "model", "folder or hub id of a causal language model; tiny trains one on the spot")
-    flag(run, "task", "add (the tiny model's), math (last number, boxed or #### equals the answer column)", choices=("add", "math", "data"))
-    for name, kind, text in (
-            ("steps", int, "optimizer steps in all; a higher number later goes on"),
-            ("groups-per-step", int, "groups that make a step"), ("group-size", int, "completions per prompt, G"),
-            ("max-tokens", int, "tokens of a completion at most"), ("max-prompt-tokens", int, "longer prompts are passed over"),
-            ("temperature", float, "of sampling and of the trained distribution"), ("lora-r", int, "rank"),
-            ("lora-alpha", float, "scale is alpha / r"), ("lr", float, "AdamW learning rate"),
-            ("warmup-steps", int, "linear warm-up, 0 for none"), ("weight-decay", float, "AdamW decay"),
-            ("clip-low", float, "lower clip distance of the ratio; default by loss"),
-            ("clip-high", float, "upper clip distance of the ratio; default by loss"),
-            ("kl", float, "beta of the KL term to the base, 0 for none"), ("tis", float, "cap on the ratio, 0 for none"),
-            ("clip-norm", float, "gradient norm clip, 0 for none"),
-            ("max-staleness", int, "versions a group may lag; 0 is the synchronous loop"),
-            ("sync-steps", int, "steps per published version"), ("checkpoint-steps", int, "steps between checkpoints"),
-            ("seed", int, "of base, adapter, order and sampling")):
-        flag(run, name, text, type=kind)
-    flag(run, "target-modules", "all-linear, or last names separated by commas", type=lambda s: s if s == "all-linear" else sorted(s.split(",")))
-    flag(run, "loss", "see section 2 of this file", choices=tuple(LOSSES))
-    flag(run, "lr-schedule", "after the warm-up; linear ends at a tenth", choices=("constant", "linear"))
-    flag(run, "mask-truncated", "do not train completions cut at max-tokens", action="store_true", default=None)
-    flag(run, "part-dtype", "of the gradients in the bucket; bfloat16 halves them", choices=("float32", "bfloat16"))
-    run.add_argument("--data", metavar="FILE.jsonl", help="rows with prompt (text or chat messages) and other columns")
-    run.add_argument("--eval-data", metavar="FILE.jsonl", help="held-out rows; default: the last tenth of the data")
+        tiny = f"; tiny: {TINY_DEFAULTS[key]}" if key in TINY_DEFAULTS else ""
+        add(run, name, kind, None, text + (f" (default {RUN_DEFAULTS[key]}{tiny})" if RUN_DEFAULTS[key] is not None else ""))
+    run.add_argument("--mask-truncated", action="store_true", default=None, help="do not train completions cut at max-tokens")
     run.add_argument("--reward", action="append", default=[], metavar="FILE.py:FUNCTION[=WEIGHT]", help="TRL's signature; repeatable")
-    run.add_argument("--init-adapter", metavar="DIR", help="start from this PEFT adapter")
     here = parser.add_argument_group("this process")
-    here.add_argument("--role", default="all", choices=("all", "learner", "actor", "sampler", "proxy", "eval", "report", "export"))
-    here.add_argument("--bucket", default="runs/demo", help="folder, s3://bucket/prefix or URL (default runs/demo)")
-    here.add_argument("--version", type=int, help="adapter version for eval and export (default: the newest)")
-    here.add_argument("--out", metavar="DIR", help="where export writes")
+    for name, kind, default, text in PROCESS_FLAGS:
+        add(here, name, kind, default, text + (f" (default {default})" if default not in (None, "") and name != "token" else ""))
     here.add_argument("--merge", action="store_true", help="export base and adapter as one model")
-    here.add_argument("--sampler", metavar="URL", help="proxy, sampler or vLLM to ask; bucket: the proxy announced there; none: sample in this process")
-    here.add_argument("--listen", default="127.0.0.1:8001", metavar="HOST:PORT", help="of a sampler; port 0: any free one")
-    here.add_argument("--token", default=os.environ.get("GRPO_TOKEN", ""), help="bearer token (default: GRPO_TOKEN)")
-    here.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda if there is one)")
-    here.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the base (default: bfloat16 on cuda, else float32)")
     here.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    for name, kind, default, text in (
-            ("token-budget", int, 2048, "tokens per forward of the learner"), ("queue-groups", int, 0, "groups waiting and in flight at most (0: one step's, more with staleness)"),
-            ("inflight", int, 128, "rollouts in flight per actor"), ("chunks", int, 0, "parts per step (0: one per live learner)"),
-            ("eval-steps", int, 0, "steps between evaluations (0: first and last only; -1: never)"),
-            ("max-rows", int, 64, "rows a sampler decodes at once"), ("reward-timeout-s", float, 60.0, "limit of one call of a reward function"),
-            ("group-deadline-s", float, 600.0, "a group closes with the rollouts it has after this"),
-            ("wait-s", float, 3600.0, "limit of any wait (0: none)"),
-            ("samplers", int, 2, "with --role all"), ("actors", int, 1, "with --role all"), ("learners", int, 1, "with --role all")):
-        here.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default {default})")
     args = parser.parse_args(argv)
     for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.target_modules and args.target_modules != "all-linear":
+        args.target_modules = sorted(args.target_modules.split(","))
     return args
 
 
@@ -2109,33 +1919,23 @@ def end_with_parent() -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Runs one role; returns 0 done, 1 the world failed, 2 the user's mistake."""
     try:
         if ROLE.parse_known_args(argv)[0].role == "proxy":
-            return proxy.main([a for i, a in enumerate(argv) if a != "--role" and (i == 0 or argv[i - 1] != "--role")])
+            return proxy.main(ROLE.parse_known_args(argv)[1])
         args = arguments(argv)
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        say("start", **{k: v for k, v in vars(args).items() if v not in (None, "", [], False) and k != "token"}, **versions)
         if args.role == "all":
-            from importlib.metadata import version
-            say("start", role="all", bucket=args.bucket, torch=version("torch"), transformers=version("transformers"),
-                seed=args.seed or 0, samplers=args.samplers, actors=args.actors, learners=args.learners)
             return run_all(args, argv)
         threading.Thread(target=end_with_parent, daemon=True).start()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        bucket = open_bucket(args.bucket)
-        if args.role == "report":
-            run = join_run(bucket, args, "report")
-            write_report(bucket, run)
-            say("report", at=bucket.address + "/report.html")
-            return 0
-        {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export}[args.role](bucket, args)
+        {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export,
+         "report": run_report}[args.role](open_bucket(args.bucket), args)
         return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (BucketError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 1
+    except (UserError, BucketError, OSError, KeyboardInterrupt) as error:
+        print(f"error: {error or 'interrupted'}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
 
 
 if __name__ == "__main__":
