@@ -91,7 +91,10 @@ def read_manifest(data: bytes, where: str) -> dict:
     return manifest
 
 class Bucket:
-    """What both kinds share, written on their put_new, put, get, list and delete."""
+    """What both kinds share, written on what each has:
+    put_new(key, data): create if absent. True: these bytes are the object, maybe by a try whose reply was lost. False: others are.
+    put(key, data): create or replace a mutable object. get(key): its bytes, or NotFound. delete(key): idempotent.
+    list(prefix, start_after): keys in byte order that begin so and come later."""
     address: str
     root: Path | None = None     # the folder of a file bucket
     conditional: bool = True     # False once the store was seen to lack create-if-absent: one learner only
@@ -120,19 +123,11 @@ class Bucket:
             raise Conflict(f"{self.address}: {prefix} is taken by files {sorted(theirs)}; publish under a new name")
         return False
 
-    def fetch(self, prefix: str, into: Path | None = None, wait_s: float = LATE_FILE_S) -> tuple[dict, dict[str, bytes] | Path]:
-        """The manifest, and the verified files: as bytes or, with `into`, as that folder, manifest last, without reading again what
-        was verified there before. NotFound: no manifest. Corrupt: wrong bytes twice, or incomplete after `wait_s`."""
-        prefix, until, folder, files = prefix.rstrip("/"), time.monotonic() + wait_s, into and FileBucket(into), {}
-        raw = self.get(f"{prefix}/{MANIFEST}")
-        manifest = read_manifest(raw, f"{self.address}: {prefix}/{MANIFEST}")
-        for name, entry in sorted(manifest["files"].items()):
-            if not folder or not (folder.root / name).is_file() or entry_of(folder.get(name)) != entry:
-                data = self._fetch_file(prefix, name, entry, until)
-                folder.put(name, data) if folder else files.update({name: data})
-        if folder:
-            folder.put(MANIFEST, raw)
-        return manifest, folder.root if folder else files
+    def fetch(self, prefix: str, wait_s: float = LATE_FILE_S) -> tuple[dict, dict[str, bytes]]:
+        """The manifest and the files it names, verified. NotFound: no manifest. Corrupt: wrong bytes twice, or incomplete for `wait_s`."""
+        prefix, until = prefix.rstrip("/"), time.monotonic() + wait_s
+        manifest = read_manifest(self.get(f"{prefix}/{MANIFEST}"), f"{self.address}: {prefix}/{MANIFEST}")
+        return manifest, {name: self._fetch_file(prefix, name, entry, until) for name, entry in sorted(manifest["files"].items())}
 
     def _fetch_file(self, prefix: str, name: str, entry: dict, until: float) -> bytes:
         damaged = 0
@@ -178,16 +173,15 @@ def sync_folder(folder: Path) -> None:
     finally:
         os.close(handle)
 
-def open_temp(folder: Path):
-    """A new temporary file; the folder, and its own, are made if needed."""
-    try:
-        return open(folder / f"{TEMP}{uuid.uuid4().hex}", "xb")
-    except FileNotFoundError:
-        for path in reversed([path for path in [folder, *folder.parents] if not path.is_dir()]):
-            path.mkdir(exist_ok=True)
-            sync_folder(path.parent)
-        # Again, because `delete` may remove the still empty folder.
-        return open_temp(folder)
+def open_temp(folder: Path) -> io.BufferedWriter:
+    """A new temporary file in a folder, which is made if needed, and again if `delete` takes it, empty, meanwhile."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return open(folder / f"{TEMP}{uuid.uuid4().hex}", "xb")
+        with contextlib.suppress(FileNotFoundError):
+            for path in reversed([path for path in [folder, *folder.parents] if not path.is_dir()]):
+                path.mkdir(exist_ok=True)
+                sync_folder(path.parent)
 
 class FileBucket(Bucket):
     """A folder as a bucket. What a call wrote is durable when it returns (two fsyncs)."""
@@ -196,14 +190,12 @@ class FileBucket(Bucket):
         self.address = str(self.root)
 
     def put_new(self, key: str, data: bytes | Iterable[bytes]) -> bool:
-        """Create if absent. True: these bytes are the object. False: somebody else's are."""
-        return self._write(key, data, os.link, os.replace, shutil.copyfile)
+        return self._write(key, data, True, os.link, os.replace, shutil.copyfile)
 
     def put(self, key: str, data: bytes | Iterable[bytes]) -> None:
-        """Create or replace a mutable object; readers see the old bytes or the new ones."""
-        self._write(key, data, os.replace, shutil.copyfile)
+        self._write(key, data, False, os.replace, shutil.copyfile)
 
-    def _write(self, key: str, data: bytes | Iterable[bytes], *calls) -> bool:
+    def _write(self, key: str, data: bytes | Iterable[bytes], new: bool, *calls) -> bool:
         """Bytes, then their name, by the first of `calls` that the file system has: a killed writer leaves no part of an object."""
         path = self.root / key_check(key)
         with telling(f"writing {path}"), open_temp(path.parent) as temp:
@@ -211,9 +203,10 @@ class FileBucket(Bucket):
                 temp.writelines([data] if isinstance(data, bytes) else data)
                 temp.flush()
                 os.fsync(temp.fileno())
+                temp.close()
                 for call in calls:
                     # Without links: look, then rename (or copy: object mounts show a file once it is closed). Right for one writer.
-                    if os.link in calls and call is not os.link and path.exists():
+                    if new and call is not calls[0] and path.exists():
                         return False
                     try:
                         call(temp.name, path)
@@ -224,7 +217,7 @@ class FileBucket(Bucket):
                     except OSError as error:
                         if error.errno not in NO_SUCH_CALL or call is calls[-1]:
                             raise
-                        log.log(30 if self.conditional else 10, "%s: no %s here: one learner only", path, call.__name__)
+                        log.log(30 if self.conditional else 10, "%s lacks %s: one learner only", self.address, call.__name__)
                         self.conditional = False
             finally:
                 with contextlib.suppress(OSError):
@@ -243,7 +236,7 @@ class FileBucket(Bucket):
             return file.read()
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[str]:
-        """Keys in byte order. Reads only folders that can hold one; O(n log n) in the names of a folder."""
+        """Reads only folders that can hold such keys; O(n log n) in the names of a folder."""
         key_check(prefix + "x")
         folder, names = prefix[:prefix.rfind("/") + 1], []
         with telling(f"listing {self.root / folder}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -251,18 +244,18 @@ class FileBucket(Bucket):
                 # A folder sorts by its name and slash, as its keys do. Code point order, Python's, is also UTF-8's byte order.
                 names = sorted(folder + entry.name + "/" * entry.is_dir() for entry in entries)
         for name in names:
-            if name.startswith(prefix) and KEY.fullmatch(name.rstrip("/")) and (name > start_after or start_after.startswith(name)):
-                if name.endswith("/"):
-                    yield from self.list(name, start_after)
-                elif name != start_after:
+            if name.startswith(prefix) and KEY.fullmatch(name.rstrip("/")):
+                if not name.endswith("/") and name > start_after:
                     yield name
+                elif name.endswith("/") and (name > start_after or start_after.startswith(name)):
+                    yield from self.list(name, start_after)
 
     def delete(self, key: str) -> None:
-        """Idempotent. Emptied folders go too: they are no objects."""
         path = self.root / key_check(key)
         with telling(f"deleting {path}"), contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
             os.unlink(path)
         with contextlib.suppress(OSError):
+            # Emptied folders go too: they are no objects.
             while (path := path.parent) != self.root:
                 os.rmdir(path)
 
@@ -270,6 +263,7 @@ class FileBucket(Bucket):
         """As Bucket.publish, but a finished folder is renamed into place: readers see all of it or nothing."""
         final = self.root / key_check(prefix.rstrip("/"))
         temp = FileBucket(final.with_name(f"{TEMP}{uuid.uuid4().hex}"))
+        temp.conditional = self.conditional
         with telling(f"publishing {final}"):
             try:
                 Bucket.publish(temp, "whole", files, meta)
@@ -353,13 +347,11 @@ class S3Bucket(Bucket):
         with self._connection.session.request(method, url, headers=headers, data=io.BytesIO(data) if data else None, stream=True,
                                               allow_redirects=False, timeout=(CONNECT_S, STALL_S)) as reply:
             body, started = bytearray(), time.monotonic()
-            # read1 returns what has come, so a body that trickles is noticed.
+            # read1 returns what has come, so that a body that trickles is noticed. A body that is cut raises.
             while chunk := reply.raw.read1(CHUNK_BYTES):
                 body += chunk
                 if time.monotonic() - started > STALL_S + len(body) / SLOWEST_BYTES_PER_S:
                     raise requests.Timeout(f"body too slow: {len(body)} bytes in {time.monotonic() - started:.0f} s")
-            if method != "HEAD" and len(body) != int(reply.headers.get("content-length", len(body))):
-                raise requests.ConnectionError(f"body cut: {len(body)} of {reply.headers['content-length']} bytes")
             reply._content = bytes(body)
             return reply
 
@@ -407,7 +399,6 @@ class S3Bucket(Bucket):
         raise BucketError(f"{what}: {why} (try {attempt}); {hint}")
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Create if absent. True: these bytes are the object, maybe by a try whose reply was lost. False: somebody else's are."""
         if self.conditional:
             status = self._call("PUT", key_check(key), headers={"if-none-match": "*"}, data=data, accept=(412, 501)).status_code
             if status != 501:
@@ -420,18 +411,16 @@ class S3Bucket(Bucket):
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        """Create or replace a mutable object."""
         self._call("PUT", key_check(key), data=data)
 
     def get(self, key: str) -> bytes:
         return self._call("GET", key_check(key)).content
 
     def delete(self, key: str) -> None:
-        """Idempotent."""
         self._call("DELETE", key_check(key), accept=(404,))
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[str]:
-        """Keys in byte order, a page of 1,000 per call. Objects that are no keys of ours (folder markers) are left out."""
+        """A call for each 1,000. Objects that are no keys of ours (folder markers) are left out."""
         query = {"list-type": "2", "max-keys": str(self.page_keys), "prefix": self.prefix + key_check(prefix + "x")[:-1]}
         if start_after:
             query["start-after"] = self.prefix + start_after
@@ -466,12 +455,13 @@ def open_bucket(address: str | os.PathLike) -> FileBucket | S3Bucket:
 # ---- A folder served as an S3 store --------------------------------------------------------------------------------------------------
 
 AUTHORIZATION = re.compile(r"AWS4-HMAC-SHA256 Credential=([!-~]+)/\d{8}/([\w-]+)/s3/aws4_request, ?SignedHeaders=([a-z0-9;-]+), ?Signature=(\w+)")
+LISTING = {"list-type", "prefix", "start-after", "continuation-token", "max-keys", "encoding-type", "fetch-owner"}
 UNHEEDED = {"range", "if-match", "x-amz-copy-source", "transfer-encoding"}     # headers that would do harm if ignored
 
-def refusal(status: int, code: str, message: str) -> BucketError:
-    error = BucketError(message)
-    error.status, error.code = status, code
-    return error
+class Refused(BucketError):
+    def __init__(self, status: int, code: str, message: str):
+        super().__init__(message)
+        self.status, self.code = status, code
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """What S3Bucket and boto3 ask of S3, over `server.bucket`, a FileBucket whose first-level folders are the S3 buckets."""
@@ -483,6 +473,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self) -> None:
         length, status = self.headers.get("content-length", "0"), 200
         self.unread = int(length) if re.fullmatch("[0-9]{1,10}", length) else MAX_OBJECT_BYTES + 1
+        self.close_connection |= self.unread > MAX_OBJECT_BYTES or "transfer-encoding" in self.headers
         try:
             try:
                 body = self._result()
@@ -491,7 +482,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 body = io.BytesIO(f"<Error><Code>{error.code}</Code><Message>{escape(str(error))}</Message></Error>".encode())
                 status = error.status
             # An unread body would be taken for the next request, and closing on it would lose our reply.
-            self.close_connection |= self.unread > MAX_OBJECT_BYTES or "transfer-encoding" in self.headers
             collections.deque(self._chunks(), maxlen=0)
             with body:
                 self.send_response(status)
@@ -520,12 +510,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """The chunks; raises after the last if they are not what was signed, so that the object never gets its name."""
         want, digest = self.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD"), hashlib.sha256()
         if "content-length" not in self.headers or self.unread > MAX_OBJECT_BYTES or want.startswith("STREAMING"):
-            raise refusal(501, "NotImplemented", f"want Content-Length up to {MAX_OBJECT_BYTES}, and a body not cut in chunks")
+            raise Refused(501, "NotImplemented", f"want Content-Length up to {MAX_OBJECT_BYTES}, and a body not cut in chunks")
         for chunk in self._chunks():
             digest.update(chunk)
             yield chunk
         if self.unread or want not in ("UNSIGNED-PAYLOAD", digest.hexdigest()):
-            raise refusal(400, "XAmzContentSHA256Mismatch", f"{self.unread} bytes are missing, or sha256 {digest.hexdigest()} is not {want}")
+            raise Refused(400, "XAmzContentSHA256Mismatch", f"{self.unread} bytes are missing, or sha256 {digest.hexdigest()} is not {want}")
 
     def _verified(self) -> tuple[str, str, dict]:
         """Bucket, key and query of the request, if its signature holds. Nothing of it was acted on before."""
@@ -536,60 +526,57 @@ class Handler(http.server.BaseHTTPRequestHandler):
             signed = {name: self.headers.get(name, "") for name in match[3].split(";")} if match else {}
             must = {"host", "x-amz-date", "x-amz-content-sha256"} | {name for name in map(str.lower, self.headers) if name.startswith("x-amz-")}
             if must - signed.keys():
-                raise refusal(403, "AccessDenied", f"want an AWS4-HMAC-SHA256 Authorization header that signs {sorted(must)}")
+                raise Refused(403, "AccessDenied", f"want an AWS4-HMAC-SHA256 Authorization header that signs {sorted(must)}")
             # Dates of one format order as text.
             if not stamp_at(time.time() - SKEW_S) < signed["x-amz-date"] < stamp_at(time.time() + SKEW_S):
-                raise refusal(403, "RequestTimeTooSkewed", f"x-amz-date {signed['x-amz-date']}, here it is {stamp_at(time.time())}")
+                raise Refused(403, "RequestTimeTooSkewed", f"x-amz-date {signed['x-amz-date']}, here it is {stamp_at(time.time())}")
             code = signature(self.server.secret, match[2], self.command, quote(path), query, signed)
             if not hmac.compare_digest(f"{match[1]} {match[4]}".encode(), f"{self.server.key_id} {code}".encode()):
-                raise refusal(403, "SignatureDoesNotMatch", "wrong key id or secret, or the request was changed on its way")
+                raise Refused(403, "SignatureDoesNotMatch", "wrong key id or secret, or the request was changed on its way")
         return *path[1:].partition("/")[::2], dict(query)
 
     def _result(self) -> io.BytesIO | io.BufferedReader:
-        """Carry out the request. The body of a 200, or BucketError."""
+        """Carry out the request: the body of a 200, or BucketError."""
         bucket, (name, key, query) = self.server.bucket, self._verified()
-        where, put = key_check(f"{name}/{key}" if key else name), {None: bucket.put, "*": bucket.put_new}
-        condition = self.headers.get("if-none-match") if self.command == "PUT" else None
-        if UNHEEDED & set(map(str.lower, self.headers)) or condition not in put or key and query.keys() - {"x-id"}:
-            raise refusal(501, "NotImplemented", f"{self.command} {self.path} uses a header or parameter that is not served")
-        match self.command, bool(key):
-            case "PUT", True:
-                if put[condition](where, self._body()) is False:
-                    raise refusal(412, "PreconditionFailed", f"{key} exists")
-            case "GET" | "HEAD", True:
-                return bucket.open(where)
-            case "DELETE", True:
-                bucket.delete(where)
-            case "GET", False if query.get("list-type") == "2" and not query.get("delimiter"):
-                return self._listing(bucket, name, query)
-            case "PUT", False:
-                (bucket.root / name).mkdir(parents=True, exist_ok=True)
-            case "HEAD", False if (bucket.root / name).is_dir():
-                pass
-            case "HEAD", False:
-                raise refusal(404, "NoSuchBucket", f"no bucket {name}")
-            case _:
-                raise refusal(501, "NotImplemented", f"{self.command} {self.path} is not served")
+        where, folder = key_check(f"{name}/{key}" if key else name), bucket.root / key_check(name)
+        listing, condition = self.command == "GET" and not key, self.headers.get("if-none-match") if self.command == "PUT" else None
+        if UNHEEDED & set(map(str.lower, self.headers)) or condition not in (None, "*") or query.keys() - (LISTING if listing else {"x-id"}):
+            raise Refused(501, "NotImplemented", f"{self.command} {self.path} uses a header or parameter that is not served")
+        if listing and query.get("list-type") == "2":
+            return self._listing(name, query)
+        if key and self.command in ("GET", "HEAD"):
+            return bucket.open(where)
+        if key and self.command == "PUT":
+            if (bucket.put_new if condition else bucket.put)(where, self._body()) is False:
+                raise Refused(412, "PreconditionFailed", f"{key} exists")
+        elif key and self.command == "DELETE":
+            bucket.delete(where)
+        elif self.command == "PUT":
+            folder.mkdir(parents=True, exist_ok=True)
+        elif self.command != "HEAD":
+            raise Refused(501, "NotImplemented", f"{self.command} {self.path} is not served")
+        elif not folder.is_dir():
+            raise Refused(404, "NoSuchBucket", f"no bucket {name}")
         return io.BytesIO()
 
-    def _listing(self, bucket: FileBucket, name: str, query: dict) -> io.BytesIO:
-        write, items, limit = quote if query.get("encoding-type") == "url" else escape, [], query.get("max-keys", "1000")
+    def _listing(self, name: str, query: dict) -> io.BytesIO:
+        root, encode, limit = self.server.bucket.root, quote if "encoding-type" in query else escape, query.get("max-keys", "1000")
         after = query.get("continuation-token") or query.get("start-after")
-        keys = bucket.list(f"{name}/{query.get('prefix', '')}", f"{name}/{after}" if after else "")
-        for key in itertools.islice(keys, max(1, min(int(limit) if limit.isdecimal() else 1000, 1000))):
+        keys = self.server.bucket.list(f"{name}/{query.get('prefix', '')}", f"{name}/{after}" if after else "")
+        page = list(itertools.islice(keys, max(1, min(int(limit) if limit.isdecimal() else 1000, 1000))))
+        more = [f"<NextContinuationToken>{escape(page[-1][len(name) + 1:])}</NextContinuationToken>"] if next(keys, None) else []
+        items = [f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>", *more, "<EncodingType>url</EncodingType>" * (encode is quote)]
+        for key in page:
             with contextlib.suppress(FileNotFoundError):
-                stat = os.stat(bucket.root / key)
+                stat = os.stat(root / key)
                 date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(stat.st_mtime))
-                items.append(f"<Contents><Key>{write(key[len(name) + 1:])}</Key><Size>{stat.st_size}</Size><LastModified>{date}</LastModified></Contents>")
-        if next(keys, None):
-            items.append(f"<IsTruncated>true</IsTruncated><NextContinuationToken>{escape(key[len(name) + 1:])}</NextContinuationToken>")
-        kind = "<EncodingType>url</EncodingType>" if write is quote else ""
-        return io.BytesIO(f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{kind}{"".join(items)}</ListBucketResult>'.encode())
+                items.append(f"<Contents><Key>{encode(key[len(name) + 1:])}</Key><Size>{stat.st_size}</Size><LastModified>{date}</LastModified></Contents>")
+        return io.BytesIO(f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{"".join(items)}</ListBucketResult>'.encode())
 
 class Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
-def serve(folder: str, listen: str) -> None:
+def serve(folder: str, listen: str) -> int:
     """Serve a folder until interrupted. With AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY set, only what they signed passes."""
     host, _, port = listen.rpartition(":")
     key_id, secret = os.environ.get("AWS_ACCESS_KEY_ID", ""), os.environ.get("AWS_SECRET_ACCESS_KEY", "")
@@ -630,75 +617,84 @@ def check(bucket: Bucket) -> Iterator[tuple[str, bool]]:
     finally:
         bucket.delete_prefix(base)
 
-def mirror(bucket: Bucket, folder: Path) -> None:
-    """One round: fetch new adapters, remove pruned ones. A folder comes and goes whole, by rename; a fetch cut short is resumed."""
-    there = {key.split("/")[1] for key in bucket.list("adapters/") if key.endswith(f"/{MANIFEST}")}
-    for name in sorted(there):
-        if not (folder / name).exists():
-            try:
-                bucket.fetch(f"adapters/{name}", into=folder / f"{TEMP}{name}")
-                os.rename(folder / f"{TEMP}{name}", folder / name)
-                print(f"mirrored {folder / name}", flush=True)
-            except (NotFound, Corrupt) as error:
-                log.error("%s not mirrored: %s", name, error)
+def mirror(bucket: Bucket, local: FileBucket, known: set[str]) -> None:
+    """One round: copy adapters that are new in the bucket, remove those that it pruned; local folders come and go whole, by rename."""
+    there, here = ({key.split("/")[1] for key in each.list("adapters/") if key.endswith(f"/{MANIFEST}")} for each in (bucket, local))
+    for name in sorted(there - known):
+        manifest_key = f"adapters/{name}/{MANIFEST}"
+        try:
+            if name not in here:
+                manifest, files = bucket.fetch(f"adapters/{name}")
+                local.publish(f"adapters/{name}", files, manifest)
+                print(f"mirrored {name}", flush=True)
+            elif local.get(manifest_key) != bucket.get(manifest_key):
+                raise Conflict(f"{local.address}/adapters/{name} is of another run than {bucket.address}; mirror to an empty folder")
+        except (NotFound, Corrupt) as error:
+            log.error("%s is not mirrored: %s", name, error)
+        known.add(name)
     # An empty listing is more likely a wrong address than a pruned run.
-    for path in sorted(folder.glob("*")) if there else []:
-        name = path.name.removeprefix(TEMP)
-        if name not in there and re.fullmatch(r"v\d+", name):
-            shutil.rmtree(path.rename(folder / f"{TEMP}{name}"))
-            print(f"removed {path}", flush=True)
+    for name in sorted(here - there) if there else []:
+        shutil.rmtree((local.root / "adapters" / name).rename(local.root / "adapters" / f"{TEMP}{uuid.uuid4().hex}"))
+        print(f"removed {name}", flush=True)
 
-COMMANDS = {
-    "serve": ("serve a folder as an S3 store", "dir"), "ls": ("print the keys under a prefix", "address prefix?"),
-    "get": ("an object to a file or to stdout", "address key file?"), "put": ("a file or stdin to an object", "address key file?"),
-    "rm": ("delete an object, or all below PREFIX/", "address key"), "check": ("test the guarantees at an address", "address"),
-    "mirror": ("keep DIR/adapters equal to the bucket's adapters", "address dir")}
-
-def run(bucket: Bucket, args: argparse.Namespace) -> int:
-    """Carry out a command other than serve; its exit code."""
-    match args.command:
-        case "ls":
-            for key in bucket.list(args.prefix or ""):
-                print(key)
-        case "get":
-            data = bucket.get(args.key)
-            Path(args.file).write_bytes(data) if args.file else sys.stdout.buffer.write(data)
-        case "put":
-            bucket.put(args.key, Path(args.file).read_bytes() if args.file else sys.stdin.buffer.read())
-        case "rm":
-            bucket.delete_prefix(args.key) if args.key.endswith("/") else bucket.delete(args.key)
-        case "check":
-            results = []
-            for claim, holds in check(bucket):
-                results.append(holds)
-                print(f"{'ok' if holds else 'NO':4}{claim}", flush=True)
-            return 0 if all(results) else 1
-        case "mirror":
-            while True:
-                mirror(bucket, Path(args.dir) / "adapters")
-                if args.once:
-                    break
-                time.sleep(args.every_s)
-    return 0
+def keep_mirroring(bucket: Bucket, local: FileBucket, every_s: float) -> None:
+    """Rounds until interrupted. An outage is logged and outlived; a folder of another run is not."""
+    print(f"ready role=mirror dir={local.root / 'adapters'}", flush=True)
+    known = set()
+    while True:
+        try:
+            mirror(bucket, local, known)
+        except BucketError as error:
+            if isinstance(error, Conflict):
+                raise
+            log.error("%s; trying again", error)
+        time.sleep(every_s)
 
 class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message}; try --help\n")
 
+def run(args: argparse.Namespace) -> int:
+    """Carry out a command; its exit code."""
+    if args.command == "serve":
+        return serve(args.dir, args.listen)
+    bucket, file = open_bucket(args.address), getattr(args, "file", None)
+    if args.command == "ls":
+        for key in bucket.list(args.prefix or ""):
+            print(key)
+    elif args.command == "get":
+        data = bucket.get(args.key)
+        Path(file).write_bytes(data) if file else sys.stdout.buffer.write(data)
+    elif args.command == "put":
+        bucket.put(args.key, Path(file).read_bytes() if file else sys.stdin.buffer.read())
+    elif args.command == "rm":
+        bucket.delete_prefix(args.key) if args.key.endswith("/") else bucket.delete(args.key)
+    elif args.command == "check":
+        results = [print(f"{'ok' if holds else 'NO':4}{claim}", flush=True) or holds for claim, holds in check(bucket)]
+        return 0 if all(results) else 1
+    elif args.command == "mirror":
+        local = FileBucket(args.dir)
+        mirror(bucket, local, set()) if args.once else keep_mirroring(bucket, local, args.every_s)
+    return 0
+
 def main(argv: list[str] | None = None) -> int:
     parser = Arguments(prog="bucket.py", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command, (text, names) in COMMANDS.items():
-        sub = commands.add_parser(command, help=text, description=text)
+    for command, names, text in [
+            ("serve", "dir", "serve a folder as an S3 store"), ("ls", "address prefix?", "print the keys that begin with PREFIX"),
+            ("get", "address key file?", "copy an object to a file or stdout"), ("put", "address key file?", "copy a file or stdin to an object"),
+            ("rm", "address key", "delete an object or, if KEY ends with /, all below it"), ("check", "address", "test the guarantees there"),
+            ("mirror", "address dir", "keep DIR/adapters equal to the bucket's adapters, for a vLLM that reads a local path")]:
+        commands.add_parser(command, help=text, description=text)
         for name in names.split():
-            sub.add_argument(name.rstrip("?"), nargs="?" if name.endswith("?") else None, metavar=name.rstrip("?").upper())
-    commands.choices["serve"].add_argument("--listen", default="127.0.0.1:9000", metavar="HOST:PORT", help="port 0 picks a free one (default %(default)s)")
+            commands.choices[command].add_argument(name.rstrip("?"), nargs="?" if name.endswith("?") else None, metavar=name.rstrip("?").upper())
+    commands.choices["serve"].add_argument("--listen", default="127.0.0.1:9000", metavar="HOST:PORT", help="default %(default)s; port 0: a free one")
     commands.choices["mirror"].add_argument("--once", action="store_true", help="one round, then exit")
     commands.choices["mirror"].add_argument("--every-s", type=float, default=1.0, help="seconds between rounds (default %(default)s)")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     try:
-        return serve(args.dir, args.listen) if args.command == "serve" else run(open_bucket(args.address), args)
+        return run(args)
     except KeyboardInterrupt:
         return 0
     except (BucketError, OSError) as error:

@@ -168,7 +168,7 @@ class Task:
 
         def work():
             try:
-                box["values"] = list(function(**columns))
+                box["values"] = [None if v is None else float(v) for v in function(**columns)]
             except Exception as error:  # whatever a user's function raises is reported under its name
                 box["error"] = f"raised {type(error).__name__}: {error}"
         thread = threading.Thread(target=work, daemon=True)
@@ -184,7 +184,7 @@ class Task:
         self.failures, values = 0, box["values"]
         if len(values) != n:
             raise UserError(f"reward {name} returned {len(values)} values for {n} completions; return one for each")
-        finite = [float(v) if v is not None and math.isfinite(v) else None for v in values]
+        finite = [v if v is not None and math.isfinite(v) else None for v in values]
         if any(v is not None and f is None for v, f in zip(values, finite)):
             warn(f"reward {name} returned {values}: rollouts without a finite reward are left out")
         return finite
@@ -627,10 +627,13 @@ class Log:
     def read(self, step: int) -> dict:
         """The entry that decides a step. An unreadable one ends the run: nothing can be folded past it."""
         if step not in self.entries:
-            entry = json.loads(self.bucket.get(f"steps/{step:06d}.json"))
+            try:
+                entry = dict(json.loads(self.bucket.get(f"steps/{step:06d}.json")))
+            except (ValueError, TypeError) as error:
+                raise BucketError(f"steps/{step:06d}.json is not an entry ({error}): the log cannot be folded past it") from None
             got = entry.get("format"), entry.get("version"), entry.get("run_id"), entry.get("step")
             if got != ("async-grpo-step", 1, self.run["run_id"], step):
-                raise Corrupt(f"steps/{step:06d}.json: expected this run's entry {step}, got {got}")
+                raise BucketError(f"steps/{step:06d}.json: expected this run's entry {step}, got {got}")
             self.entries[step] = entry
         return self.entries[step]
 
@@ -809,6 +812,7 @@ class Learner:
                 self.groups[key] = group
             elif group:
                 self.refused[key] = group
+                self.member.update(set_aside=list(self.refused))
                 warn(f"{key} is set aside: {group}")
 
     def try_group(self, key: str) -> Group | str:
@@ -1033,13 +1037,13 @@ class Learner:
         if self.state.step == 0:
             self.publish()
             self.evaluate()
-        attempt = 0
+        attempt = furthest = 0
         while self.state.step < max(self.args.steps, self.log.refresh()):
             try:
                 self.step()
-                attempt = 0
+                attempt = attempt if self.state.step <= furthest else 0
             except Diverged as problem:
-                attempt += 1
+                attempt, furthest = attempt + 1, max(furthest, self.state.step + 1)
                 self.recover(problem, attempt)
         self.publish()
         self.evaluate()
@@ -1075,7 +1079,7 @@ class Learner:
         if step % self.run["checkpoint_steps"] == 0:
             write_checkpoint(self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
             crash_point("before-cleanup", step)
-        if step % self.run["checkpoint_steps"] == 1 and step > 1:
+        if step % self.run["checkpoint_steps"] == 1 % self.run["checkpoint_steps"] and step > 1:
             self.clean()
         if self.args.eval_steps > 0 and step % self.args.eval_steps == 0:
             self.evaluate()
@@ -1147,15 +1151,18 @@ class Engine:
         self.max_model_len, self.vocab_size = run["max_prompt_tokens"] + run["max_tokens"], run["vocabulary"]
         self.dtype = str(policy.model.dtype).removeprefix("torch.")
         self.sampler = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=max_rows, max_len=self.max_model_len)
-        self.submit, self.cancel, self.stats = self.sampler.submit, self.sampler.cancel, self.sampler.stats
-        self.pause, self.resume, self.names, self.unload = (
-            self.sampler.pause, self.sampler.resume, self.sampler.names, self.sampler.unload)
+        for name in ("cancel", "stats", "pause", "resume", "names", "unload"):
+            setattr(self, name, getattr(self.sampler, name))
         self.encode, self.chat = (Task([], [], [], policy.tokenizer).encode,) * 2
-        self.stop, self.threads = threading.Event(), []
+        self.stop, self.threads, self.newest = threading.Event(), [], -1
 
     @property
     def is_paused(self) -> bool:
         return self.sampler.is_paused
+
+    def submit(self, prompt_ids, n, max_tokens, temperature, name, seed, stop_ids=(), top_logprobs=0):
+        """lora.Sampler.submit; a client may ask for 20 top logprobs of a vocabulary of 16."""
+        return self.sampler.submit(prompt_ids, n, max_tokens, temperature, name, seed, stop_ids, min(top_logprobs, self.vocab_size))
 
     def decode(self, ids: list[int]) -> str:
         return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
@@ -1190,11 +1197,11 @@ class Engine:
 
     def follow(self) -> None:
         """Thread: keeps the bucket's newest versions loaded, each checked by its canary before its first use."""
-        newest, refused = -1, set()
+        refused = set()
         while not self.stop.wait(poll_s(self.bucket)):
             try:
                 version = max((v for v in manifests(self.bucket, "adapters/") if v not in refused), default=-1)
-                if version <= newest:
+                if version <= self.newest:
                     continue
                 name, key = f"policy-v{version}", f"adapters/v{version:06d}"
                 for old in [n for n in self.names() if int(n[8:]) < version - self.run["max_staleness"]]:
@@ -1205,18 +1212,19 @@ class Engine:
                 is_right, reason = proxy.canary_verdict(canary, [f.result(120)[0].top_logprobs[0] for f in asked])
                 if is_right is False:
                     raise proxy.LoadError(500, reason)
-                newest = version
+                self.newest = version
             except proxy.LoadError as error:
                 warn(f"{name} is not served: {error}")
                 refused.add(version)
                 if name in self.names():
                     self.unload(name)
-            except (BucketError, OSError) as error:
-                warn(f"following the bucket: {error}; trying again")
+            except Exception as error:  # this thread must outlive anything: without it the actor starves
+                warn(f"following the bucket: {type(error).__name__}: {error}; trying again")
+                self.stop.wait(1)
 
     def version(self) -> int:
-        """The newest policy version it serves; -1 while there is none."""
-        return max((int(n[8:]) for n in self.names()), default=-1)
+        """The newest policy version that passed its canary; -1 while there is none."""
+        return self.newest
 
     def sample(self, prompt_ids: list[int], n: int, version: int, seed: int, timeout_s: float) -> list:
         """n lora.Completions of a prompt. Raises Busy for what another try may mend."""
@@ -1297,8 +1305,7 @@ class Actor:
         self.sha256: dict[int, str] = {}     # of the adapter of each recent version
         self.inflight = self.elsewhere = self.written = self.left_out = self.too_long = 0
         self.version, self.is_done = -1, False
-        self.member = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id)
-        self.members = proxy.LiveMembers(bucket, "actor")
+        self.member, self.members = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id), proxy.LiveMembers(bucket)
 
     def work(self) -> None:
         """Runs until the log reaches its last step, or a reward or a sampler fails for good."""
@@ -1327,12 +1334,14 @@ class Actor:
         oldest = policy_version(newest, self.run) - self.run["max_staleness"]
         version, before = self.sampler.version(), set(self.mine)
         listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))
-        elsewhere = sum(m.get("inflight", 0) for i, m in self.members.poll(0.5).items() if i != self.id)
+        others = [m for i, m in self.members.poll(0.5).items() if i != self.id]
+        set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
             self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
             self.mine -= before & listed
-            self.waiting = {k for k in listed | self.mine if k not in self.consumed and number_in(k) >= oldest}
-            self.elsewhere, self.version, self.is_done = elsewhere, version, newest >= steps
+            self.waiting = {k for k in listed | self.mine if k not in self.consumed and k not in set_aside and number_in(k) >= oldest}
+            self.elsewhere, self.version = sum(m.get("inflight", 0) for m in others), version
+            self.is_done = self.is_done or newest >= steps
             self.lock.notify_all()
         self.member.update(inflight=self.inflight, doing=f"{self.inflight} groups in flight, {len(self.waiting)} waiting")
 
@@ -1352,7 +1361,7 @@ class Actor:
             try:
                 self.make_group(next(self.sequence))
             except Exception as error:  # the main thread ends the process with it: a worker never dies silently
-                self.failure = self.failure or error
+                self.failure, self.is_done = self.failure or error, True
             finally:
                 with self.lock:
                     self.inflight -= 1
@@ -1380,6 +1389,8 @@ class Actor:
             found = self.collect(prompt_ids, number)
         except Refused as error:
             warn(f"prompt {prompt_id} is left out: the sampler refuses it ({error})")
+            with self.lock:
+                self.lock.wait_for(lambda: self.is_done, 1.0)  # a sampler that refuses everything is not asked in a hot loop
             return
         scores = self.task.score(row, [c for c, _ in found]) if found else []
         kept = [(c, v, x) for (c, v), x in zip(found, scores) if x is not None]
@@ -1408,6 +1419,10 @@ class Actor:
             try:
                 new = self.sampler.sample(prompt_ids, run["group_size"] - len(found), version, seed,
                                           min(left, self.args.group_deadline_s / 3))  # a hung request leaves time for another
+                new = [(c, version) for c in new if 0 < len(c.token_ids) == len(c.logprobs) <= run["max_tokens"]
+                       and all(-1000 < x <= 1e-4 for x in c.logprobs)]
+                if not new:
+                    raise Busy("no usable completion in the reply")
             except (Busy, TimeoutError) as error:
                 if pause > 1:
                     warn(f"group {number} asks again in {pause:.0f} s: {error}")
@@ -1415,8 +1430,7 @@ class Actor:
                     self.lock.wait_for(lambda: self.is_done, min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(10.0, pause * 2)
                 continue
-            found += [(c, version) for c in new if 0 < len(c.token_ids) == len(c.logprobs) <= run["max_tokens"]
-                      and all(-1000 < x <= 1e-4 for x in c.logprobs)]
+            found += new
         return found[:run["group_size"]]
 
     def adapter_sha256(self, version: int) -> str:
@@ -1574,7 +1588,7 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
         raise UserError(f"{bucket.address} holds {left} but no run.json; take an empty bucket")
     is_tiny = given.get("model", "tiny") == "tiny"
     run = RUN_DEFAULTS | (TINY_DEFAULTS if is_tiny else {}) | given
-    run |= {side: run[side] or default for side, default in zip(("clip_low", "clip_high"), LOSSES[run["loss"]][1:])}
+    run |= {side: default if run[side] is None else run[side] for side, default in zip(("clip_low", "clip_high"), LOSSES[run["loss"]][1:])}
     if run["task"] == "math" and not args.data:
         raise UserError("--model and --task math need --data FILE.jsonl with prompts (and an answer column, or --reward)")
     for name, path in (("data", args.data), ("eval", args.eval_data)):
@@ -1583,7 +1597,7 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
                 text = Path(path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{path}: {error}") from None
-            read_rows(text, path)
+            check_columns(read_rows(text, path), run, args)
             if not bucket.put_new(f"{name}.jsonl", text.encode()) and bucket.get(f"{name}.jsonl") != text.encode():
                 raise UserError(f"{bucket.address} holds another {name}.jsonl; take an empty bucket")
     if is_tiny and not any(bucket.list("base/manifest.json")):
@@ -1595,9 +1609,12 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
     load_task(bucket, run, args, policy.tokenizer)
     tensors = lora.init_adapter(policy.lora.shapes, run["seed"])
     if args.init_adapter:
-        files = {p.name: p.read_bytes() for p in Path(args.init_adapter).iterdir() if p.is_file()}
-        tensors = read_matching_adapter(files, run)
-        policy.lora.load(0, tensors)  # AdapterError where it does not fit this model
+        try:
+            files = {p.name: p.read_bytes() for p in Path(args.init_adapter).iterdir() if p.is_file()}
+            tensors = read_matching_adapter(files, run)
+            policy.lora.load(0, tensors)
+        except (OSError, lora.AdapterError) as error:
+            raise UserError(f"--init-adapter {args.init_adapter}: {error}") from None
     state = State(0, 0, tensors, *({n: torch.zeros_like(t) for n, t in tensors.items()} for _ in range(2)))
     write_checkpoint(bucket, run, state, f"checkpoints/000000/{run['run_id']}", digest(state.tensors()))
     # Of two learners that set up one bucket at once, the one whose checkpoint counts writes run.json. After a crash in
@@ -1644,6 +1661,13 @@ def fingerprint(policy: Policy) -> str:
     return h.hexdigest()
 
 
+def check_columns(rows: list[dict], run: dict, args) -> None:
+    """UserError where the built-in reward would miss its column."""
+    bad = next((r for r in rows if "answer" not in r), None)
+    if bad and not args.reward:
+        raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
+
+
 def load_task(bucket, run: dict, args, tokenizer) -> Task:
     """Rows and rewards. Without --eval-data the last tenth of the data is held out; 256 rows are evaluated at most."""
     if run["task"] == "add":
@@ -1658,8 +1682,7 @@ def load_task(bucket, run: dict, args, tokenizer) -> Task:
     if run["rewards"] and not args.reward:
         raise UserError("this run scores with " + " ".join(f"--reward FILE.py:{n}={w:g}" for n, w, _ in run["rewards"]) + "; give the same file")
     rewards = [load_reward(spec)[:3] for spec in args.reward] or [(run["task"], 1.0, add_reward if run["task"] == "add" else math_reward)]
-    if not args.reward and (bad := next((r for r in rows + eval_rows if "answer" not in r), None)):
-        raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
+    check_columns(rows + eval_rows, run, args)
     return Task(rows, eval_rows[:256], rewards, tokenizer, args.reward_timeout_s)
 
 
@@ -1730,7 +1753,10 @@ def write_report(bucket, run: dict) -> None:
     steps = [row | timings.get(row["step"], {}) for row in curve(bucket, run, (summary or {}).get("last", {}))[1]]
     keys, samples = list(bucket.list("groups/")), []
     for key in keys[::len(keys) // 20 + 1]:
-        text = read_header(bucket.get(key))["text"]
+        try:
+            text = read_header(bucket.get(key))["text"]
+        except (NotFound, KeyError, ValueError):  # set aside, or cleaned meanwhile
+            continue
         best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
         samples.append({"step": number_in(key) * run["sync_steps"] + 1, "prompt": text["prompt"], **{
             name: {"text": text["completions"][i], "reward": text["rewards"][i]} for name, i in (("best", best), ("worst", worst))}})
@@ -1918,6 +1944,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def leave(signum, frame) -> None:
+    """The first SIGTERM or Ctrl-C ends this process in order; those that follow must not disturb that."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(0 if signum == signal.SIGTERM else 1)
+
+
 def main(argv: list[str]) -> int:
     """Runs one role; returns 0 done, 1 the world failed, 2 the user's mistake."""
     try:
@@ -1925,11 +1958,13 @@ def main(argv: list[str]) -> int:
             return proxy.main(ROLE.parse_known_args(argv)[1])
         args = arguments(argv)
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        say("start", **{k: v for k, v in vars(args).items() if v not in (None, "", [], False) and k != "token"}, **versions)
+        if "GRPO_PARENT" not in os.environ:  # a process of --role all: its parent has said this
+            say("start", **{k: v for k, v in vars(args).items() if v not in (None, "", [], False) and k != "token"}, **versions)
         if args.role == "all":
             return run_all(args, argv)
         threading.Thread(target=end_with_parent, daemon=True).start()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, leave)
         {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export,
          "report": run_report}[args.role](open_bucket(args.bucket), args)
         return 0

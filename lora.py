@@ -33,12 +33,7 @@ Axes: N rows or tokens, T time, V vocabulary, H query heads, K key heads, d widt
 [1] Hu et al. 2021, arXiv 2106.09685. [2] Yu et al. 2022, Orca, OSDI. [3] github.com/huggingface/peft, `LoraConfig`.
 """
 from __future__ import annotations
-
-import json
-import math
-import random
-import threading
-import traceback
+import json, math, random, threading, traceback
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -53,44 +48,37 @@ from transformers.pytorch_utils import Conv1D
 
 PREFIX = "base_model.model."   # PEFT wraps a model twice: each name in an adapter file begins with this
 PREFILL_TOKENS = 4096          # of prompts forwarded together, padding included: bounds memory, and how long rows wait
-DRAW_BLOCK = 256               # a draw picks a block of so many tokens, then a token in it: 64-bit sums stay cheap
+DRAW_BLOCK = 256               # a draw finds first a block of so many tokens, then the token in it
 UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora",
                "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens")
-
 
 class AdapterError(ValueError):
     """An adapter that cannot be applied as it is: names the tensor or field, what it is, what was expected."""
 
-
-# ---------------------------------------------------------------- Models
+# ---- Models --------------------------------------------------------------------------------------------------------
 
 def load_model(path: str, dtype=torch.float32, device: str = "cpu", trust_remote_code: bool = False) -> nn.Module:
     """A frozen causal language model, in evaluation mode, from a folder or the hub."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     return model.to(device).eval().requires_grad_(False)
 
-
 def load_tokenizer(path: str, trust_remote_code: bool = False):
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
-
 def backbone(model: nn.Module) -> nn.Module:
-    """Maps token ids to final hidden states: `backbone(model)(ids).last_hidden_state` [N, T, d]."""
+    """Token ids to final hidden states: `backbone(model)(ids).last_hidden_state` [N, T, d]."""
     return model.base_model
 
-
 def head(model: nn.Module) -> nn.Module:
-    """Maps hidden states [.., d] to logits [.., V]."""
+    """Hidden states [.., d] to logits [.., V]."""
     return model.get_output_embeddings()
-
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
     """ValueError unless logits are head(hidden), on which learner and sampler rely."""
     ids = torch.arange(1, 5, device=model.device)[None] % head(model).weight.shape[0]
     if not torch.equal(model(ids).logits, head(model)(backbone(model)(ids).last_hidden_state)):
-        raise ValueError(f"{type(model).__name__} scales or caps its logits after the output head: not supported")
-
+        raise ValueError(f"{type(model).__name__} scales or caps its logits after the output head, which is not supported")
 
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
@@ -117,26 +105,22 @@ class TokenLogprobs(torch.autograd.Function):
         slopes, = ctx.saved_tensors
         return slopes * grad_logprobs[:, None].to(slopes.dtype), None, None, None, None, None
 
-
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
                    temperature: float = 1.0, chunk_tokens: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs [N] of `targets` [N] under softmax(head(hidden [N, d]) / temperature), and entropies [N]; both fp32.
 
     The head, weight [V, d], is frozen, so the forward keeps all that the backward needs, [N, d],
     d logprob / d hidden = (weight[target] − softmax @ weight) / temperature, and at most [chunk_tokens, V] logits live.
-    The entropies carry no gradient.
-    """
+    The entropies carry no gradient."""
     return TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)
 
-
-# ---------------------------------------------------------------- LoRA layers
+# ---- LoRA layers ---------------------------------------------------------------------------------------------------
 
 class Lora:
     """The adapters of one model, in `slots` version slots, all zero at first; freezes the model.
 
-    `target_modules` as in PEFT: "all-linear" (all but the head), or the last parts of module names.
-    `dtype` is that of the stored A and B: fp32 to train, the base's own to serve without a cast at every forward.
-    """
+    `target_modules` as in PEFT: "all-linear" (all but the head), or the last parts of module names. `dtype` is that of
+    the stored A and B: fp32 to train, the base's own to serve without a cast at every forward."""
 
     def __init__(self, model: nn.Module, r: int, alpha: float, target_modules: str | list[str] = "all-linear",
                  slots: int = 1, dtype: torch.dtype = torch.float32):
@@ -148,15 +132,14 @@ class Lora:
         shapes = {}
         model.requires_grad_(False)
         for name, module in model.named_modules():
-            wanted = target_modules == "all-linear" or any(("." + name).endswith("." + t) for t in target_modules)
+            wanted = target_modules == "all-linear" or any(f".{name}".endswith(f".{t}") for t in target_modules)
             if not wanted or not isinstance(module, (nn.Linear, Conv1D)) or module is head(model):
                 continue
             n_out, n_in = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
-            a, b = keys = [f"{PREFIX}{name}.lora_{side}.weight" for side in "AB"]
+            a, b = (f"{PREFIX}{name}.lora_{side}.weight" for side in "AB")
             shapes[a], shapes[b] = (r, n_in), (n_out, r)
-            for key, width in ((a, n_in), (b, n_out)):
-                self._stacks[key] = torch.zeros(slots * r, width, dtype=dtype, device=module.weight.device)
-            module.register_forward_hook(self._hook(*keys))
+            self._stacks[a], self._stacks[b] = (module.weight.new_zeros(slots * r, n, dtype=dtype) for n in (n_in, n_out))
+            module.register_forward_hook(self._hook(a, b))
         if not shapes:
             raise AdapterError(f"target modules {target_modules}: {type(model).__name__} has no such linear layer")
         self.shapes: dict[str, tuple[int, int]] = dict(sorted(shapes.items()))
@@ -171,18 +154,17 @@ class Lora:
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
         return {key: parameter.detach() for key, parameter in self._parameters[slot].items()}
 
-    def train(self, slot: int | None) -> dict[str, nn.Parameter]:
-        """Lets gradients reach this slot's A and B and no other's (None: none), and returns them."""
+    def train(self, slot: int | None) -> None:
+        """Lets gradients reach this slot's A and B and no other's (None: none)."""
         for s, parameters in enumerate(self._parameters):
             for parameter in parameters.values():
                 parameter.requires_grad_(s == slot)
-        return self._parameters[slot] if slot is not None else {}
 
     @torch.no_grad()
     def load(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
         """Copies an adapter into a slot; AdapterError, with nothing changed, unless every tensor fits."""
         for key in sorted(tensors.keys() ^ self.shapes.keys()):
-            fault = "missing" if key in self.shapes else f"not of this model, whose first is {min(self.shapes)}"
+            fault = "missing" if key in self.shapes else f"unknown to this model, whose first tensor is {min(self.shapes)}"
             raise AdapterError(f"{key}: {fault}; {len(tensors)} tensors given, {len(self.shapes)} expected")
         for key, shape in self.shapes.items():
             if tuple(tensors[key].shape) != shape or not torch.isfinite(tensors[key]).all():
@@ -194,22 +176,17 @@ class Lora:
     def use(self, slots: int | list[int] | torch.Tensor | None):
         """Forwards inside use this slot, or one slot per row of the batch (−1: the base), or no adapter (None, free).
 
-        A backward that recomputes its forward must be inside, too.
-        """
-        before, self._route = self._route, self._plan(slots)
+        A backward that recomputes its forward must be inside, too."""
+        rows = [-1] if slots is None else [slots] if isinstance(slots, int) else torch.as_tensor(slots).tolist()
+        used, blank, before = sorted(set(rows) - {-1}), None, self._route
+        if len(set(rows)) > 1:
+            columns = torch.arange(used[0], used[-1] + 1).repeat_interleave(self.r)
+            blank = (torch.tensor(rows)[:, None] != columns).to(next(iter(self._stacks.values())).device)
+        self._route = (used[0], used[-1] + 1, blank) if used else None
         try:
             yield
         finally:
             self._route = before
-
-    def _plan(self, slots) -> tuple | None:
-        rows = [-1] if slots is None else [slots] if isinstance(slots, int) else torch.as_tensor(slots).tolist()
-        used = sorted(set(rows) - {-1})
-        if len(set(rows)) == 1:
-            return (used[0], used[0] + 1, None) if used else None
-        columns = torch.arange(used[0], used[-1] + 1).repeat_interleave(self.r)
-        blank = torch.tensor(rows)[:, None] != columns   # [rows, columns]
-        return used[0], used[-1] + 1, blank.to(next(iter(self._stacks.values())).device)
 
     def _hook(self, key_a: str, key_b: str):
         def add_product(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor | None:
@@ -228,18 +205,15 @@ class Lora:
             if torch.is_grad_enabled():
                 return torch.addmm(flat, h, B, alpha=self.scale).view_as(output)
             flat.addmm_(h, B, alpha=self.scale)
-            return None
         return add_product
 
-
-# ---------------------------------------------------------------- Adapter files
+# ---- Adapter files -------------------------------------------------------------------------------------------------
 
 def init_adapter(shapes: dict[str, tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
     """As PEFT begins: A uniform within ±1/sqrt(in) (Kaiming with a = sqrt 5), B zero. Equal on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return {key: (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1]) if ".lora_A." in key
             else torch.zeros(shape) for key, shape in sorted(shapes.items())}
-
 
 def adapter_files(tensors: dict[str, torch.Tensor], r: int, alpha: float, target_modules: str | list[str],
                   base_model: str) -> dict[str, bytes]:
@@ -255,7 +229,6 @@ def adapter_files(tensors: dict[str, torch.Tensor], r: int, alpha: float, target
     whole = {key: tensor.detach().to("cpu", torch.float32).contiguous() for key, tensor in sorted(tensors.items())}
     return {"adapter_config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
             "adapter_model.safetensors": safetensors.torch.save(whole, metadata={"format": "pt"})}
-
 
 def read_adapter(files: dict[str, bytes]) -> tuple[dict[str, torch.Tensor], dict]:
     """(tensors in fp32, configuration) of a PEFT adapter; AdapterError if it is more or less than plain LoRA."""
@@ -273,9 +246,8 @@ def read_adapter(files: dict[str, bytes]) -> tuple[dict[str, torch.Tensor], dict
     check_tensors(tensors, config["r"])
     return {key: tensors[key].to(torch.float32) for key in sorted(tensors)}, config
 
-
 def check_tensors(tensors: dict[str, torch.Tensor], r: int) -> None:
-    """AdapterError unless these are pairs of finite A [r, in], B [out, r], named as in PEFT, not on head or embeddings."""
+    """AdapterError unless these are finite pairs A [r, in], B [out, r], named as in PEFT, not on head or embeddings."""
     if not tensors:
         raise AdapterError("the adapter holds no tensors")
     for key, tensor in tensors.items():
@@ -289,7 +261,6 @@ def check_tensors(tensors: dict[str, torch.Tensor], r: int) -> None:
         if tensor.ndim != 2 or tensor.shape["AB".index(side)] != r or not torch.isfinite(tensor).all():
             raise AdapterError(f"{key}: shape {tuple(tensor.shape)}, expected rank {r} and no NaN or infinity")
 
-
 @torch.no_grad()
 def merge(model: nn.Module, tensors: dict[str, torch.Tensor], alpha: float, r: int, dtype: torch.dtype) -> nn.Module:
     """Adds (alpha / r) B A to the model's weights in fp32, then casts once: in bf16 updates near 1e-5 would be lost."""
@@ -302,30 +273,24 @@ def merge(model: nn.Module, tensors: dict[str, torch.Tensor], alpha: float, r: i
         module.weight = nn.Parameter(merged.to(dtype), requires_grad=False)
     return model.to(dtype)
 
-
-# ---------------------------------------------------------------- Keys, values and draws
+# ---- Keys and values -----------------------------------------------------------------------------------------------
 
 class KeyValues:
-    """One slab [layers, 2, rows, K, time, d]: what each row of the batch attends to. It doubles when rows or time run out.
+    """One slab [layers, 2, max_rows, K, time, d]: what each row of the batch attends to. Its time doubles as needed.
 
     Every attention layer calls `attend`. With `positions` None, a prefill, it sets the prompts' keys and values aside;
-    else it appends one token to each row i, in place, at positions[i], and attends up to there.
-    """
+    else it appends one token to each row i, in place, at positions[i], and attends up to there."""
 
     def __init__(self, max_rows: int, max_len: int):
-        # Times are multiples of 16, because attention kernels on CUDA want the rows of a mask aligned.
-        self.max_rows, self.max_len = max_rows, -(-max_len // 16) * 16
-        self.slab: torch.Tensor | None = None
+        self.max_rows, self.max_len, self.slab, self.positions = max_rows, rounded(max_len), None, None
         self.prompts: dict[int, torch.Tensor] = {}       # layer: [2, N, K, T, d] of the last prefill
-        self.positions: torch.Tensor | None = None
 
-    def begin_decode(self, positions: torch.Tensor, longest: int, dtype: torch.dtype) -> None:
-        time, device = -(-longest // 16) * 16, positions.device
-        self._reserve(len(positions), time)
-        self.positions, self.rows = positions, torch.arange(len(positions), device=device)
-        beyond = torch.arange(time, device=device) > positions[:, None]
+    def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
+        self._reserve(longest)
+        self.positions, self.rows = positions, torch.arange(len(positions), device=positions.device)
+        beyond = torch.arange(rounded(longest), device=positions.device) > positions[:, None]
         # Added to the scores [rows, heads, queries, time], the same in all layers.
-        self.mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -math.inf)[:, None, None]
+        self.mask = self.slab.new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)[:, None, None]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """q [N, H, T, d], k and v [N, K, T, d] of the new tokens -> [N, T, H, d]."""
@@ -333,13 +298,11 @@ class KeyValues:
         if self.positions is None:
             # Padding is on the right, where causal attention never looks.
             self.prompts[layer] = torch.stack([k, v])
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != K)
-            return out.transpose(1, 2)
-        keys, values = self.slab[layer]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != K).transpose(1, 2)
+        (keys, values), time = self.slab[layer], self.mask.shape[-1]
         keys[self.rows, :, self.positions] = k[:, :, 0]
         values[self.rows, :, self.positions] = v[:, :, 0]
-        time = self.mask.shape[-1]
-        # Query heads that share a key head stand where SDPA expects queries of several times: no key is copied for them.
+        # Query heads that share a key head stand where SDPA expects queries of several times: no key is copied.
         out = F.scaled_dot_product_attention(q.view(N, K, H // K, d), keys[:N, :, :time], values[:N, :, :time],
                                              attn_mask=self.mask, scale=scale)
         return out.reshape(N, 1, H, d)
@@ -348,60 +311,51 @@ class KeyValues:
         """Copies a prompt's keys and values [layers, 2, K, time, d] to n rows."""
         layers, _, K, time, d = prompt.shape
         if self.slab is None:
-            self.slab = prompt.new_zeros(layers, 2, 1, K, 16, d)
-        self._reserve(row + n, time)
+            self.slab = prompt.new_zeros(layers, 2, self.max_rows, K, 0, d)
+        self._reserve(time)
         self.slab[:, :, row:row + n, :, :time] = prompt[:, :, None]
 
-    def _reserve(self, rows: int, time: int) -> None:
-        layers, _, have_rows, K, have_time, d = self.slab.shape
-        if rows > have_rows or time > have_time:
-            rows = have_rows if rows <= have_rows else min(self.max_rows, max(rows, 2 * have_rows))
-            time = have_time if time <= have_time else min(self.max_len, max(time, 2 * have_time))
-            old, self.slab = self.slab, self.slab.new_zeros(layers, 2, rows, K, time, d)
-            self.slab[:, :, :have_rows, :, :have_time] = old
+    def _reserve(self, time: int) -> None:
+        *shape, have, d = self.slab.shape
+        if time > have:
+            old, self.slab = self.slab, self.slab.new_zeros(*shape, min(self.max_len, max(rounded(time), 2 * have)), d)
+            self.slab[..., :have, :] = old
 
+def rounded(time: int) -> int:
+    """Up to a multiple of 16: attention kernels on CUDA want the rows of a mask aligned."""
+    return -(-time // 16) * 16
 
 def slab_attention(module, query, key, value, attention_mask, scaling=None, key_values=None, **kwargs):
     """transformers' attention interface; `key_values` comes down from the model's arguments."""
     if key_values is None or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("capped scores, sinks, or no arguments passed down to its attention")
+        raise ValueError("it caps scores, has sinks, or passes no arguments down to its attention")
     return key_values.attend(module.layer_idx, query, key, value, scaling), None
 
+def draw(logits: torch.Tensor, temperatures: list[float], points: list[float], top: int = 0) -> tuple:
+    """Where the cumulated distribution passes points: tokens [N], logprobs [N], and of the `top` likeliest (values, ids).
 
-def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """[N] float64 in [0, 1): number `counters` [N] of the streams `keys` [N]; SplitMix64 in wrapping int64."""
-    z = keys + (counters + 1) * -0x61C8864680B583EB
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((z >> 11) & ((1 << 53) - 1)).double() * 2.0 ** -53
-
-
-def draw(logits: torch.Tensor, temperatures: list[float], points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens [N], logprobs [N, V]): the token where the cumulated distribution passes points [N].
-
-    Temperature 0 takes the likeliest token, under temperature 1. A token of probability 0 is never drawn.
-    """
-    logprobs = logits.float() / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
-    logprobs -= logprobs.amax(-1, keepdim=True)
-    weights = F.pad(logprobs.exp(), (0, -logits.shape[1] % DRAW_BLOCK)).unflatten(-1, (-1, DRAW_BLOCK))
-    sums = weights.sum(-1, dtype=torch.float64).cumsum(-1)                   # [N, blocks]
-    block, rest = find(sums, points * sums[:, -1])
-    within, _ = find(weights[torch.arange(len(block), device=block.device), block].double().cumsum(-1), rest)
-    tokens = block * DRAW_BLOCK + within
+    Temperature 0 takes the likeliest token, under temperature 1. A token of probability 0 is never drawn."""
+    N, V = logits.shape
+    heat, targets = torch.tensor([temperatures, points], dtype=torch.float64, device=logits.device)[..., None]
+    scaled = logits.float() / heat.where(heat > 0, 1).float()
+    scaled -= scaled.amax(-1, keepdim=True)
+    weights = scaled.new_empty(N, -(-V // DRAW_BLOCK) * DRAW_BLOCK)
+    weights[:, V:] = 0
+    torch.exp(scaled, out=weights[:, :V])
+    weights = weights.view(N, -1, DRAW_BLOCK)
+    sums = weights.sum(-1).double().cumsum(-1)           # [N, blocks]
+    targets = targets * sums[:, -1:]
+    block = torch.searchsorted(sums, targets, right=True).clamp_(max=sums.shape[1] - 1)
+    inner = weights[torch.arange(N, device=block.device), block[:, 0]].double().cumsum(-1)
+    # Subtle: the block's sum was rounded, so what is left may pass its end; just below the end is a positive weight.
+    rest = torch.minimum(targets - F.pad(sums, (1, 0)).gather(-1, block), inner[:, -1:].nextafter(inner.new_zeros(())))
+    tokens = (block * DRAW_BLOCK + torch.searchsorted(inner, rest, right=True)).clamp_(max=V - 1)
     if 0 in temperatures:
-        tokens = torch.where(torch.tensor(temperatures, device=tokens.device) == 0, logprobs.argmax(-1), tokens)
-    return tokens, logprobs.sub_(sums[:, -1:].log().float())
+        tokens = torch.where(heat == 0, scaled.argmax(-1, keepdim=True), tokens)
+    log_total, likeliest = sums[:, -1:].log().float(), scaled.topk(top)
+    return tokens[:, 0], (scaled.gather(-1, tokens) - log_total)[:, 0], (likeliest.values - log_total, likeliest.indices)
 
-
-def find(sums: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By row, the first i with sums[i] > target, and target − sums[i − 1]; sums [N, n] ascend, targets [N]."""
-    # Subtle: rounding may put a target at the very end; pulled below it, the i found has a positive weight.
-    targets = torch.minimum(targets, torch.nextafter(sums[:, -1], sums.new_zeros(())))[:, None]
-    i = (sums <= targets).sum(-1, keepdim=True)
-    return i[:, 0], (targets - F.pad(sums, (1, 0)).gather(-1, i))[:, 0]
-
-
-# ---------------------------------------------------------------- Sampler
+# ---- Sampler -------------------------------------------------------------------------------------------------------
 
 class UnknownVersion(LookupError):
     """No version of that name is loaded; `names` are. Asking again cannot help before a load."""
@@ -410,7 +364,6 @@ class UnknownVersion(LookupError):
         super().__init__(f"version {name!r} is not loaded; live versions: {', '.join(names) or 'none'}")
         self.names = names
 
-
 @dataclass
 class Completion:
     token_ids: list[int]
@@ -418,26 +371,23 @@ class Completion:
     finish_reason: str                                   # "stop" (its token is in token_ids), "length" or "abort"
     top_logprobs: list[dict[int, float]] | None = None
 
-
 @dataclass(eq=False)
 class Request:
     prompt: tuple[int, ...]
-    n: int
-    max_tokens: int
-    temperature: float
-    version: tuple[int, int]                             # slot (−1: the base), and a number no other load has
-    seed: int
-    stops: frozenset[int]
-    top_logprobs: int
-    future: Future = field(default_factory=Future)
+    version: tuple[int, int] = (-1, 0)                   # slot (−1: the base), and a number that no other load has
+    max_tokens: int = 1
+    temperature: float = 1.0
+    stops: frozenset[int] = frozenset()
+    top_logprobs: int = 0
     rows: list[Row] = field(default_factory=list)
+    future: Future = field(default_factory=Future)
 
-
-@dataclass(eq=False)
 class Row:
-    request: Request
-    key: int                                             # of its stream of random numbers
-    out: Completion
+    """A completion under way, with its own stream of random numbers."""
+
+    def __init__(self, request: Request, stream: str):
+        self.request, self.random = request, random.Random(stream)
+        self.out = Completion([], [], "", [] if request.top_logprobs else None)
 
     @property
     def length(self) -> int:
@@ -447,20 +397,18 @@ class Row:
     def is_finished(self) -> bool:
         return bool(self.out.finish_reason) or self.request.future.done()
 
-
 class Sampler:
     """Continuous batching over one model and its adapters. `step` computes one token for every row; `run` loops it.
 
     All but `step` and `run` may be called from any thread. Up to `max_rows` completions are under way, each of at most
-    `max_len` tokens with its prompt; prompts of `prefix_tokens` in all stay computed for requests that come later.
-    """
+    `max_len` tokens with its prompt; prompts of `prefix_tokens` in all stay computed for requests that come later."""
 
     def __init__(self, model: nn.Module, lora: Lora, eos_ids: set[int], max_rows: int = 64, max_len: int = 1024,
                  pad_id: int = 0, prefix_tokens: int = 4096):
         self.model, self.lora, self.eos_ids, self.pad_id = model, lora, frozenset(eos_ids), pad_id
         self.max_rows, self.max_len, self.prefix_tokens = max_rows, max_len, prefix_tokens
         self.key_values = KeyValues(max_rows, max_len)
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []                        # row i of the batch, and of the slab
         self.waiting: deque[Request] = deque()
         # (version, prompt): its keys and values, and the hidden state of its last token; the longest unused first.
         self.prefixes: OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
@@ -469,22 +417,23 @@ class Sampler:
         self._paused: str | None = None
         self._is_running = False
         self._counts = dict.fromkeys(("loads", "steps", "tokens", "completions", "errors", "prompts", "prefix_hits"), 0)
-        AttentionInterface.register("slab", slab_attention)
         check_head(model)
-        self._check()
+        AttentionInterface.register("slab", slab_attention)
+        self._check_attention()
 
     @torch.inference_mode()
-    def _check(self) -> None:
+    def _check_attention(self) -> None:
         """ValueError unless a token attends to all before it, and decoding from our slab agrees with the model alone."""
         config, name = self.model.config.get_text_config(), type(self.model).__name__
-        window, positions = (getattr(config, key, None) for key in ("sliding_window", "max_position_embeddings"))
-        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-        limit = min(positions or math.inf, window if "sliding_attention" in kinds and window else math.inf)
+        window, limit = (getattr(config, key, None) or math.inf for key in ("sliding_window", "max_position_embeddings"))
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window < math.inf else "full_attention"])
+        limit = min(limit, window) if "sliding_attention" in kinds else limit
         if kinds - {"full_attention", "sliding_attention"} or self.max_len > limit:
             raise ValueError(f"{name} with layers {sorted(kinds)} and max_len={self.max_len}: this sampler needs full "
                              f"attention, so at most {limit} tokens here; serve the model with vLLM, or lower the length")
         ids = [i % config.vocab_size for i in range(1, 9)]
-        row = Row(Request(tuple(ids[:-1]), 1, 1, 1.0, (-1, 0), 0, frozenset(), 0), 0, Completion(ids[-1:], [], ""))
+        row = Row(Request(tuple(ids[:-1])), "")
+        row.out.token_ids.append(ids[-1])
         theirs = backbone(self.model)(torch.tensor([ids], device=self.model.device)).last_hidden_state[0, -1]
         try:
             self._prefill([row.request])
@@ -495,6 +444,8 @@ class Sampler:
         if not error <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
             raise ValueError(f"{name} decodes otherwise in this sampler, by {error:.1g}: serve it with vLLM")
 
+    # Versions
+
     def names(self) -> list[str]:
         with self._changed:
             return list(self._versions)
@@ -502,18 +453,17 @@ class Sampler:
     def load(self, name: str, tensors: dict[str, torch.Tensor], timeout_s: float = 30.0) -> None:
         """Makes a version available. The same name with the same tensors changes nothing.
 
-        AdapterError: it does not fit, the name has other tensors, or no slot is free (with `run` running, rows of
-        unloaded versions are waited for)."""
+        AdapterError: it does not fit, the name has other tensors, or no slot is free. While `run` runs, the rows of
+        unloaded versions are waited for first."""
         with self._changed:
             if name in self._versions:
                 held = self.lora.tensors(self._versions[name][0])
                 if held.keys() != tensors.keys() or not all(torch.equal(held[k], tensors[k].to(held[k])) for k in held):
                     raise AdapterError(f"{name}: loaded with other weights already; a name is one set of weights for ever")
                 return
-            self._changed.wait_for(self._free_slots, timeout_s if self._is_running else 0)
-            if not self._free_slots():
+            if not self._changed.wait_for(self._free_slots, timeout_s if self._is_running else 0):
                 raise AdapterError(f"{name}: all {self.lora.slots} slots are in use; live: {', '.join(self._versions)}")
-            slot = self._free_slots()[0]
+            slot = min(self._free_slots())
             self.lora.load(slot, tensors)
             self._counts["loads"] += 1
             self._versions[name] = slot, self._counts["loads"]
@@ -525,9 +475,11 @@ class Sampler:
                 raise UnknownVersion(name, list(self._versions))
             del self._versions[name]
 
-    def _free_slots(self) -> list[int]:
-        used = {*self._versions.values(), *(row.request.version for row in self.rows), *(r.version for r in self.waiting)}
-        return sorted(set(range(self.lora.slots)) - {slot for slot, _ in used})
+    def _free_slots(self) -> set[int]:
+        requests = [*(row.request for row in self.rows), *self.waiting]
+        return set(range(self.lora.slots)) - {slot for slot, _ in [*self._versions.values(), *(r.version for r in requests)]}
+
+    # Requests
 
     def submit(self, prompt_ids: list[int], n: int = 1, max_tokens: int = 16, temperature: float = 1.0,
                name: str | None = None, seed: int | None = None, stop_ids=(), top_logprobs: int = 0,
@@ -535,20 +487,20 @@ class Sampler:
         """A Future of n Completions of a prompt under version `name` (None: the base); equal seeds give equal ones.
 
         UnknownVersion, or ValueError for what could never run."""
-        V = head(self.model).weight.shape[0]
-        if not all(isinstance(t, int) and 0 <= t < V for t in prompt_ids):
-            raise ValueError(f"prompt: expected token ids, integers from 0 to {V - 1}")
-        if not prompt_ids or not 1 <= n <= self.max_rows or not 1 <= max_tokens <= self.max_len - len(prompt_ids):
-            raise ValueError(f"prompt of {len(prompt_ids)} tokens, max_tokens={max_tokens}, n={n}: this sampler takes at "
-                             f"least 1 of each, {self.max_len} tokens with the prompt, and n up to {self.max_rows}")
-        if not 0 <= temperature < math.inf or not 0 <= top_logprobs <= V:
-            raise ValueError(f"temperature={temperature} top_logprobs={top_logprobs}: out of range")
+        V, room = head(self.model).weight.shape[0], self.max_len - len(prompt_ids)
+        if not prompt_ids or not all(isinstance(t, int) and 0 <= t < V for t in prompt_ids):
+            raise ValueError(f"prompt of {len(prompt_ids)} ids: expected at least one, each an integer from 0 to {V - 1}")
+        if not (1 <= max_tokens <= room and 1 <= n <= self.max_rows and 0 <= temperature < math.inf and 0 <= top_logprobs <= V):
+            raise ValueError(f"max_tokens={max_tokens} n={n} temperature={temperature} top_logprobs={top_logprobs}: expected "
+                             f"1 to {room} tokens after this prompt, n from 1 to {self.max_rows}, the others 0 or more")
         stops = frozenset(stop_ids) | (frozenset() if ignore_eos else self.eos_ids)
+        seed = random.getrandbits(63) if seed is None else seed
         with self._changed:
             if name is not None and name not in self._versions:
                 raise UnknownVersion(name, list(self._versions))
-            request = Request(tuple(prompt_ids), n, max_tokens, temperature, self._versions.get(name, (-1, 0)),
-                              random.getrandbits(63) if seed is None else seed, stops, top_logprobs)
+            version = self._versions.get(name, (-1, 0))
+            request = Request(tuple(prompt_ids), version, max_tokens, temperature, stops, top_logprobs)
+            request.rows = [Row(request, f"{seed}/{index}") for index in range(n)]
             self.waiting.append(request)
             self._changed.notify_all()
         return request.future
@@ -585,6 +537,8 @@ class Sampler:
                     "versions": list(self._versions), "free_slots": len(self._free_slots()),
                     "kv_tokens": sum(row.length for row in self.rows), "kv_bytes": self.key_values.slab.nbytes}
 
+    # The loop
+
     def run(self, stop: threading.Event) -> None:
         """Steps until `stop` is set and sleeps while idle. An error fails the requests under way, never the loop."""
         self._is_running = True
@@ -606,11 +560,8 @@ class Sampler:
     def step(self) -> bool:
         """Finished rows leave, waiting requests join, and every row gets a token. True if there is more to do."""
         try:
-            if self._paused == "abort":
-                for row in self.rows:
-                    self._finish(row, "abort")
-            self._leave()
             with self._changed:
+                self._leave()
                 running = len(self.rows)
                 self._admit()
                 self._changed.notify_all()
@@ -626,27 +577,25 @@ class Sampler:
 
     def _leave(self) -> None:
         """Drops finished rows; the last ones move into their places, so that the batch stays dense."""
+        for row in self.rows if self._paused == "abort" else ():
+            self._finish(row, "abort")
         alive = [i for i, row in enumerate(self.rows) if not row.is_finished]
         to = sorted(set(range(len(alive))) - set(alive))
         source = alive[len(alive) - len(to):]
         if to:
             time, slab = max(self.rows[i].length for i in source), self.key_values.slab
             slab[:, :, to, :, :time] = slab[:, :, source, :, :time]
-        with self._changed:
-            for i, j in zip(to, source):
-                self.rows[i] = self.rows[j]
-            del self.rows[len(alive):]
+        for i, j in zip(to, source):
+            self.rows[i] = self.rows[j]
+        del self.rows[len(alive):]
 
     def _admit(self) -> None:
         """Waiting requests become rows, in order of arrival and whole."""
         while self.waiting and not self.is_paused:
             request = self.waiting[0]
             if not request.future.done():
-                if len(self.rows) + request.n > self.max_rows:
+                if len(self.rows) + len(request.rows) > self.max_rows:
                     return
-                keys = [random.Random(f"{request.seed}/{i}").getrandbits(64) - (1 << 63) for i in range(request.n)]
-                tops = request.top_logprobs > 0
-                request.rows = [Row(request, key, Completion([], [], "", [] if tops else None)) for key in keys]
                 self.rows += request.rows
             self.waiting.popleft()
 
@@ -658,35 +607,32 @@ class Sampler:
         self._prefill(joined)
         for i, request in enumerate(joined):
             prompt, last = self.prefixes[request.version, request.prompt]
-            self.key_values.join(len(owners), request.n, prompt)
-            owners += [running + i] * request.n
+            self.key_values.join(len(owners), len(request.rows), prompt)
+            owners += [running + i] * len(request.rows)
             hidden.append(last[None])
         while sum(len(prompt) for _, prompt in self.prefixes) > self.prefix_tokens:
             self.prefixes.popitem(last=False)
         logits = head(self.model)(torch.cat(hidden))
         logits = logits[owners] if joined else logits
-        keys, counters = torch.tensor([(row.key, len(row.out.token_ids)) for row in self.rows], device=logits.device).T
-        tokens, logprobs = draw(logits, [row.request.temperature for row in self.rows], uniforms(keys, counters))
-        chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
-        for i, (row, token) in enumerate(zip(self.rows, tokens.tolist())):
-            if math.isfinite(chosen[i]):
-                self._append(row, token, chosen[i], logprobs[i])
-            else:
-                # A NaN left in the slab would spread, as 0 × NaN, to a later row in its place.
-                self.key_values.slab[:, :, i] = 0
-                self._fail(row.request, FloatingPointError("logits are not finite under this version"))
+        temperatures, points = zip(*((row.request.temperature, row.random.random()) for row in self.rows))
+        tokens, logprobs, tops = draw(logits, temperatures, points, max(row.request.top_logprobs for row in self.rows))
+        for i, (token, logprob, values, ids) in enumerate(zip(*(t.tolist() for t in (tokens, logprobs, *tops)))):
+            self._append(i, token, logprob, list(zip(ids, values)))
         self._counts["steps"] += 1
 
-    def _append(self, row: Row, token: int, logprob: float, logprobs: torch.Tensor) -> None:
-        request, out = row.request, row.out
+    def _append(self, i: int, token: int, logprob: float, top: list[tuple[int, float]]) -> None:
+        request, out = self.rows[i].request, self.rows[i].out
+        if not math.isfinite(logprob):
+            # A NaN left in the slab would spread, as 0 × NaN, to a later row in its place.
+            self.key_values.slab[:, :, i] = 0
+            return self._fail(request, FloatingPointError("logits are not finite under this version"))
         out.token_ids.append(token)
         out.logprobs.append(logprob)
         self._counts["tokens"] += 1
-        if request.top_logprobs:
-            top = logprobs.topk(request.top_logprobs)
-            out.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist())))
+        if out.top_logprobs is not None:
+            out.top_logprobs.append(dict(top[:request.top_logprobs]))
         if token in request.stops or len(out.token_ids) == request.max_tokens:
-            self._finish(row, "stop" if token in request.stops else "length")
+            self._finish(self.rows[i], "stop" if token in request.stops else "length")
 
     def _finish(self, row: Row, reason: str) -> None:
         request, row.out.finish_reason = row.request, reason
@@ -703,35 +649,36 @@ class Sampler:
         """Hidden states [N, d] of the rows' last tokens."""
         at = [row.length - 1 for row in rows]
         positions = torch.tensor(at, device=self.model.device)
-        self.key_values.begin_decode(positions, max(at) + 1, self.model.dtype)
-        return self._forward([row.out.token_ids[-1:] for row in rows], positions[:, None], [row.request for row in rows])[:, 0]
+        self.key_values.begin_decode(positions, max(at) + 1)
+        slots = [row.request.version[0] for row in rows]
+        return self._forward([row.out.token_ids[-1:] for row in rows], positions[:, None], slots)[:, 0]
 
     def _prefill(self, requests: list[Request]) -> None:
         """Computes those prompts of the requests that `prefixes` lacks, several at a time."""
-        wanted = {(request.version, request.prompt): request for request in requests}
+        wanted = dict.fromkeys((request.version, request.prompt) for request in requests)
+        for key in wanted.keys() & self.prefixes.keys():
+            self.prefixes.move_to_end(key)
         missing = sorted(wanted.keys() - self.prefixes.keys(), key=lambda key: len(key[1]))
         self._counts["prompts"] += len(missing)
         self._counts["prefix_hits"] += len(requests) - len(missing)
-        for key in wanted.keys() & self.prefixes.keys():
-            self.prefixes.move_to_end(key)
         while missing:
-            T = len(missing[-1][1])
+            T, kv = len(missing[-1][1]), self.key_values
             keys = [missing.pop() for _ in range(min(len(missing), max(1, PREFILL_TOKENS // T)))]
             ids = [[*prompt, *[self.pad_id] * (T - len(prompt))] for _, prompt in keys]
-            positions, kv = torch.arange(T, device=self.model.device).expand(len(keys), T), self.key_values
             kv.prompts, kv.positions = {}, None
-            hidden = self._forward(ids, positions, [wanted[key] for key in keys])
+            positions = torch.arange(T, device=self.model.device).expand(len(keys), T)
+            hidden = self._forward(ids, positions, [slot for (slot, _), _ in keys])
             for i, key in enumerate(keys):
                 P = len(key[1])
                 prompt = torch.stack([kv.prompts[layer][:, i, :, :P] for layer in sorted(kv.prompts)])
                 self.prefixes[key] = prompt, hidden[i, P - 1].clone()
 
-    def _forward(self, ids: list[list[int]], positions: torch.Tensor, rows: list[Request]) -> torch.Tensor:
+    def _forward(self, ids: list[list[int]], positions: torch.Tensor, slots: list[int]) -> torch.Tensor:
         """Hidden states [N, T, d] of ids [N, T], with our attention in place of the model's own."""
         config = self.model.config
         before, config._attn_implementation = config._attn_implementation, "slab"
         try:
-            with self.lora.use([request.version[0] for request in rows]):
+            with self.lora.use(slots):
                 return backbone(self.model)(torch.tensor(ids, device=self.model.device), position_ids=positions,
                                             use_cache=False, key_values=self.key_values).last_hidden_state
         finally:

@@ -51,6 +51,7 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from http.client import responses
+from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from bucket import BucketError, NotFound, open_bucket
@@ -69,7 +70,7 @@ FP32_TOLERANCE, BF16_FLOOR, GARBLED = 1e-3, 0.01, 0.5       # canary, nats
 MINUS_INFINITY = -9999.0                             # vLLM's JSON for log 0
 ALIAS, VERSION, ADAPTER_KEY = "policy", re.compile(r"policy-v(\d{1,12})"), re.compile(r"adapters/v\d{6,12}")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*?)[ \t]*")
-# All there is. The handler is the method named like the last segment.
+# All there is. The handler is the method named like the last segment; / and /metrics show the app's rows.
 ROUTES = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/v1/load_lora_adapter": "POST", "/metrics": "GET",
           "/v1/unload_lora_adapter": "POST", "/pause": "POST", "/resume": "POST", "/is_paused": "GET", "/health": "GET", "/server_info": "GET", "/": "GET"}
 # Parameters that change what is sampled, or the reply's form: only these values are accepted.
@@ -165,24 +166,24 @@ class Wire(asyncio.StreamReaderProtocol):
 
     async def body(self, headers: dict[str, str], limit: int) -> bytes:
         """The body, by length or in chunks. 400 malformed, 413 over `limit` bytes."""
-        is_chunked, pieces, left = "transfer-encoding" in headers, [], limit
         if headers.get("transfer-encoding", "chunked").lower() != "chunked":
             raise ApiError(400, "transfer-encoding must be chunked")
-        while True:
-            text = (await self.until(b"\r\n")).split(";")[0].strip() if is_chunked else headers.get("content-length", "0")
-            if not re.fullmatch("[0-9a-fA-F]{1,15}" if is_chunked else "[0-9]{1,15}", text):
-                raise ApiError(400, "malformed length")
-            size = int(text, 16 if is_chunked else 10)
-            left -= size
-            if left < 0:
-                raise ApiError(413, f"body over {limit} bytes")
-            if not is_chunked:
-                return await self.reader.readexactly(size)
-            if not size:
-                while await self.until(b"\r\n"):
-                    pass                             # trailers
-                return b"".join(pieces)
+        if "transfer-encoding" not in headers:
+            return await self.reader.readexactly(parse_length(headers.get("content-length", "0"), 10, limit))
+        pieces = []
+        while size := parse_length((await self.until(b"\r\n")).split(";")[0].strip(), 16, limit):
             pieces.append((await self.reader.readexactly(size + 2))[:-2])
+            limit -= size
+        while await self.until(b"\r\n"):
+            pass                                         # trailers
+        return b"".join(pieces)
+
+def parse_length(text: str, base: int, limit: int) -> int:
+    if not re.fullmatch("[0-9]{1,15}" if base == 10 else "[0-9a-fA-F]{1,15}", text):
+        raise ApiError(400, "malformed length")
+    if int(text, base) > limit:
+        raise ApiError(413, "the body is too large")
+    return int(text, base)
 
 class Server:
     """Accepts connections; checks token, route and size of each request before the app (a ReplicaServer or a Router) sees it. A pause
@@ -233,7 +234,11 @@ class Server:
         try:
             if request.path in ("/pause", "/resume"):
                 self.limit_pause(request.path == "/pause")
-            reply = await getattr(self.app, request.path.rpartition("/")[2] or "page")(request)
+            action = request.path.rpartition("/")[2]
+            if action in ("", "metrics"):
+                reply = metrics_text(self.app.rows()) if action else status_page(type(self.app).__name__, self.app.rows())
+            else:
+                reply = await getattr(self.app, action)(request)
         except ApiError as error:
             reply = error.reply()
         except Exception:
@@ -297,10 +302,10 @@ class Pool:
         self.headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n" + (f"Authorization: Bearer {token}\r\n" if token else "")
         self.idle, self.busy, self.tls = [], set(), True if parts.scheme == "https" else None
 
-    async def request(self, method: str, path: str, body: bytes = b"", limit_s: float = POLL_LIMIT_S) -> Reply:
+    async def request(self, method: str, path: str, body: bytes = b"", limit_s: float = 0.0) -> Reply:
         """The reply, whatever its status. OSError (TimeoutError is one): there was none, and the connection is closed."""
         data = f"{method} {self.prefix}{path} HTTP/1.1\r\n{self.headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s or POLL_LIMIT_S):
             while True:
                 while self.idle and self.idle[-1].is_closed:
                     self.idle.pop()
@@ -320,8 +325,11 @@ class Pool:
                     self.busy.discard(wire)
 
     async def connect(self) -> Wire:
-        async with asyncio.timeout(CONNECT_S):
-            return (await asyncio.get_running_loop().create_connection(Wire, *self.address, ssl=self.tls))[1]
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return (await asyncio.get_running_loop().create_connection(Wire, *self.address, ssl=self.tls))[1]
+        except TimeoutError:
+            raise ConnectionError(f"no connection within {CONNECT_S:g} s") from None
 
     def close(self) -> None:
         wires, self.idle, self.busy = [*self.idle, *self.busy], [], set()
@@ -406,14 +414,12 @@ def folder_inside(path: str, roots) -> str:
     return real
 
 def fingerprint(path: str) -> str:
-    """Equal for equal adapters: a bucket key, or a hash of the folder's files; "" if they cannot be read here."""
-    if not os.path.isabs(path):
-        return path
+    """Equal for folders with equal adapter files; "" if they cannot be read here."""
     try:
-        data = [open(os.path.join(path, name), "rb").read() for name in ("adapter_config.json", "adapter_model.safetensors")]
+        hashes = [hashlib.sha256(Path(path, name).read_bytes()).hexdigest() for name in ("adapter_config.json", "adapter_model.safetensors")]
     except OSError:
         return ""
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in data)).hexdigest()
+    return " ".join(hashes)
 
 def pause_mode(request: Request) -> str:
     if request.query.get("mode", "abort") not in ("keep", "abort", "wait"):
@@ -424,30 +430,35 @@ def metrics_text(rows: list[tuple[str, dict, object]]) -> Reply:
     """Prometheus text of the rows (name, labels, value) that are numbers."""
     lines = {}
     for name, labels, value in rows:
-        if isinstance(value, (int, float)):
-            text = ",".join(f"{key}={json.dumps(str(label))}" for key, label in labels.items())
-            lines.setdefault(name, [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]).append(f"{name}{{{text}}} {value:g}")
-    return Reply("".join(line + "\n" for group in lines.values() for line in group).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+        if type(value) in (int, float):
+            text = ",".join(f"{key}={json.dumps(label, ensure_ascii=False)}" for key, label in labels.items())
+            lines.setdefault(name, [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]).append(f"{name}{{{text}}} {value:.17g}")
+    return Reply("".join(line + "\n" for group in lines.values() for line in group).encode(errors="replace"), content_type="text/plain; version=0.0.4; charset=utf-8")
 
-def status_page(title: str, tables: list[list]) -> Reply:
-    """A page that reloads itself; each table is a list of rows, the first one the head."""
-    def row(cells, tag):
+def status_page(title: str, rows: list[tuple[str, dict, object]]) -> Reply:
+    """A page that reloads itself: a line per replica for the rows labelled only with it, and one for each other row."""
+    fleet = {}
+    for name, labels, value in rows:
+        if labels.keys() == {"replica"}:
+            fleet.setdefault(labels["replica"], {"replica": labels["replica"]})[name] = value
+    def line(cells, tag="td"):
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-    page = f"""<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=2><title>{html.escape(title)}</title><style>body{{font:14px/1.6 system-ui;
-margin:2rem;color:#222}}table{{border-collapse:collapse;margin:1rem 0}}td,th{{border-bottom:1px solid #ddd;padding:.3rem .9rem;text-align:left;vertical-align:top}}
-</style><h1>{html.escape(title)}</h1>{"".join("<table>" + row(head, "th") + "".join(row(cells, "td") for cells in rows) + "</table>" for head, *rows in tables)}"""
-    return Reply(page.encode(), content_type="text/html; charset=utf-8")
+    head = [line(next(iter(fleet.values())), "th")] if fleet else []
+    facts = [line([name, " ".join(labels.values()), value]) for name, labels, value in rows if "replica" not in labels]
+    page = f"""<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=2><title>{title}</title><style>body{{font:14px/1.6 system-ui;margin:2rem;
+color:#222}}table{{border-collapse:collapse;margin:1rem 0}}td,th{{border-bottom:1px solid #ddd;padding:.3rem .9rem;text-align:left;vertical-align:top}}</style>
+<h1>{title}</h1><table>{"".join([*head, *(line(one.values()) for one in fleet.values())])}</table><table>{"".join(facts)}</table>"""
+    return Reply(page.encode(errors="replace"), content_type="text/html; charset=utf-8")
 
 # ---- A single replica -----------------------------------------------------------------------------------------------------------------
 
 class ReplicaServer:
-    """The API over one engine, which has: model_id, max_model_len, max_loras, max_lora_rank, dtype, is_paused; names(), load(name, path)
-    (raises LoadError), unload(name), pause(mode), resume(), stats(), cancel(future); encode(text) and chat(messages) -> ids, decode(ids),
+    """The API over one engine, which has: model_id, max_model_len, vocab_size, max_loras, max_lora_rank, dtype, is_paused; names(), load(name, path)
+    (nothing for the same weights again, else LoadError), unload(name), pause(mode), resume(), stats(), cancel(future); encode(text) and chat(messages) -> ids, decode(ids),
     token(id) -> text; submit(ids, n, max_tokens, temperature, name | None, seed, stop_ids, top_logprobs) -> concurrent Future of completions
     (token_ids, logprobs, finish_reason, top_logprobs), which raises LookupError for an unknown name, ValueError for a client's mistake."""
     def __init__(self, engine, roots=()):
-        self.engine, self.roots, self.lock, self.counts = engine, roots, asyncio.Lock(), Counter()
-        self.loaded: dict[str, tuple[str, str]] = {}     # name: path, fingerprint
+        self.engine, self.roots, self.lock, self.counts, self.paths = engine, roots, asyncio.Lock(), Counter(), {}
 
     async def completions(self, request: Request) -> Reply:
         body, is_chat = request.json(), "chat" in request.path
@@ -496,7 +507,8 @@ class ReplicaServer:
             raise ApiError(400, "stop_token_ids must be a list of at most 128 token ids")
         n, temperature, seed = take(body, "n", 1, low=1, high=1024), take(body, "temperature", 1.0, float, high=100), take(body, "seed", None, low=-2**63)
         try:
-            future = self.engine.submit(ids, n, limit, temperature, None if name == self.engine.model_id else name, seed, tuple(stop), top)
+            future = self.engine.submit(ids, n, limit, temperature, None if name == self.engine.model_id else name, seed, tuple(stop),
+                                        min(top, self.engine.vocab_size))
         except LookupError:
             raise unknown(model, self.engine.names()) from None
         except ValueError as error:
@@ -521,21 +533,23 @@ class ReplicaServer:
                 "text_offset": [0, *itertools.accumulate(map(len, tokens))][:len(tokens)]}
 
     async def models(self, request: Request) -> Reply:
-        return model_list(self.engine.model_id, self.engine.max_model_len, {name: self.loaded.get(name, (name,))[0] for name in sorted(self.engine.names())})
+        return model_list(self.engine.model_id, self.engine.max_model_len, {name: self.paths.get(name, name) for name in sorted(self.engine.names())})
 
     async def load_lora_adapter(self, request: Request) -> Reply:
-        """The same files again: 200. A client's own name may get new files (TRL counts from 1 in every run); a `policy-vN` never changes."""
+        """The same weights again: 200. A client's own name may get others (TRL counts from 1 in every run); a `policy-vN` never changes."""
         name, path = adapter_of(request)
         path = path if ADAPTER_KEY.fullmatch(path) else folder_inside(path, self.roots)
         if name == self.engine.model_id:
             raise ApiError(400, f"`{name}` is the base model")
         async with self.lock:
-            now = (path, await in_thread(fingerprint, path))
-            if name not in self.engine.names() or self.loaded.get(name) != now or not now[1]:
-                if name in self.engine.names() and not VERSION.fullmatch(name):
-                    await in_thread(self.engine.unload, name)
-                await in_thread(self.engine.load, name, path)   # refuses other weights under a name it holds
-                self.loaded[name] = now
+            try:
+                await in_thread(self.engine.load, name, path)
+            except LoadError as error:
+                if error.status != 400 or name not in self.engine.names() or VERSION.fullmatch(name):
+                    raise
+                await in_thread(self.engine.unload, name)
+                await in_thread(self.engine.load, name, path)
+            self.paths[name] = path
         return to_json(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Reply:
@@ -544,7 +558,7 @@ class ReplicaServer:
             if name not in self.engine.names():
                 raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
             await in_thread(self.engine.unload, name)
-            self.loaded.pop(name, None)
+            self.paths.pop(name, None)
         return to_json(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def pause(self, request: Request) -> Reply:
@@ -567,21 +581,18 @@ class ReplicaServer:
         return to_json({"vllm_config": {"lora_config": {"max_lora_rank": engine.max_lora_rank, "max_loras": engine.max_loras}, "parallel_config": {
             "data_parallel_size": 1}, "model_config": {"max_model_len": engine.max_model_len, "dtype": f"torch.{engine.dtype}"}}})
 
-    async def metrics(self, request: Request) -> Reply:
+    def rows(self) -> list[tuple]:
         stats, label = self.engine.stats(), {"model_name": self.engine.model_id}
-        return metrics_text([*((f"vllm:num_requests_{what}", label, stats.get(what, 0)) for what in ("running", "waiting")),
-                             *((f"vllm:{what}_total", label, self.counts[what]) for what in ("prompt_tokens", "generation_tokens")),
-                             *(("vllm:request_success_total", {**label, "finished_reason": why}, self.counts[why]) for why in ("stop", "length", "abort")),
-                             *((f"grpo:engine_{key}", label, value) for key, value in stats.items())])
-
-    async def page(self, request: Request) -> Reply:
-        return status_page(f"sampler of {self.engine.model_id}", [[("engine", ""), *self.engine.stats().items()], [("served", ""), *self.counts.items()]])
+        return [*((f"vllm:num_requests_{what}", label, stats.get(what, 0)) for what in ("running", "waiting")),
+                *((f"vllm:{what}_total", label, self.counts[what]) for what in ("prompt_tokens", "generation_tokens")),
+                *(("vllm:request_success_total", {**label, "finished_reason": why}, self.counts[why]) for why in ("stop", "length", "abort")),
+                *((f"grpo:engine_{key}", {}, value) for key, value in stats.items()), ("adapters", {}, ", ".join(sorted(self.engine.names())))]
 
 # ---- Which replica, and is it right? --------------------------------------------------------------------------------------------------
 
 def distance(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
     """Mean |difference| of logprobs over the token ids that both list, in nats; inf if fewer than half are shared."""
-    gaps = [abs(max(a[token], MINUS_INFINITY) - max(b[token], MINUS_INFINITY)) for a, b in zip(one, other) for token in a.keys() & b.keys()]
+    gaps = [abs(a[token] - b[token]) for a, b in zip(one, other) for token in a.keys() & b.keys()]
     return sum(gaps) / len(gaps) if gaps and 2 * len(gaps) >= sum(min(len(a), len(b)) for a, b in zip(one, other)) else math.inf
 
 def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] | None = None) -> tuple[bool | None, str]:
@@ -590,8 +601,10 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
     float32: every shared logprob within 1e-3. Else the distance to the nearest of adapter, base and older version is taken for the noise:
     if the nearest is not the adapter, and is further from it than three times that, the weights are wrong (False); if it is closer, nothing
     is proven (None: watch `mismatch`)."""
-    known = {what: [{int(token): value for token, value in row.items()} for row in rows] for what, rows in
-             (("the adapter", canary["adapter"]), ("the base", canary["base"]), ("an older version", older)) if rows and len(rows) == len(got)}
+    def clean(rows):
+        return [{int(token): max(value, MINUS_INFINITY) for token, value in row.items()} for row in rows]
+    said = (("the adapter", canary["adapter"]), ("the base", canary["base"]), ("an older version", older))
+    known, got = {what: clean(rows) for what, rows in said if rows and len(rows) == len(got)}, clean(got)
     if "the adapter" not in known:
         return False, f"expected {len(canary['adapter'])} canary answers, got {len(got)}"
     adapter, away = known["the adapter"], {what: distance(rows, got) for what, rows in known.items()}
@@ -602,7 +615,7 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
         f"; nearest is {nearest}, {away[nearest]:.2g} nats away"
     if "float32" in canary.get("dtype", "float32"):
         return worst <= FP32_TOLERANCE and away["the adapter"] < math.inf, why
-    if away["the adapter"] > GARBLED:
+    if not away["the adapter"] <= GARBLED:
         return False, why
     noise = 3 * max(away[nearest], BF16_FLOOR)
     is_apart = [distance(adapter, rows) > noise for what, rows in known.items() if what != "the adapter" and nearest in (what, "the adapter")]
@@ -684,11 +697,13 @@ class LiveMembers:
     def __init__(self, bucket, role: str = "", dead_s: float = DEAD_S, clock=time.monotonic):
         self.bucket, self.role, self.dead_s, self.clock = bucket, role, dead_s, clock
         self.seen: dict[str, tuple[int, float, dict]] = {}   # key: counter, when it moved, record
+        self.read_at = -math.inf
 
-    def poll(self) -> dict[str, dict]:
-        """Reads the records; the live ones by id. BucketError if the bucket cannot be read."""
+    def poll(self, max_age_s: float = 0.0) -> dict[str, dict]:
+        """The live records by id; read anew unless that was done within `max_age_s`. BucketError if the bucket cannot be read."""
         now, seen = self.clock(), {}
-        for key in self.bucket.list(f"members/{self.role}-" if self.role else "members/"):
+        is_fresh = now - self.read_at < max_age_s
+        for key in () if is_fresh else self.bucket.list(f"members/{self.role}-" if self.role else "members/"):
             try:
                 record = json.loads(self.bucket.get(key))
                 counter, moved, _ = self.seen.get(key, (None, now, None))
@@ -697,8 +712,9 @@ class LiveMembers:
                 continue
             except (ValueError, TypeError, LookupError) as error:
                 log.warning("%s is no member record (%s): ignored", key, type(error).__name__)
-        self.seen = seen
-        return {record["id"]: record for _, moved, record in seen.values() if now - moved < self.dead_s}
+        if not is_fresh:
+            self.seen, self.read_at = seen, now
+        return {record["id"]: record for _, moved, record in self.seen.values() if now - moved < self.dead_s}
 
     def missing(self) -> dict[str, float]:
         """Who died without a goodbye: id -> seconds since the counter moved."""
@@ -758,7 +774,8 @@ class Router:
 
     def news(self, published: list[Adapter], urls: set[str]) -> None:
         """From the bucket: the versions to serve, newest first, and the samplers alive."""
-        self.wanted = {adapter.name: adapter for adapter in published} | {name: adapter for name, adapter in self.wanted.items() if not adapter.key}
+        before, loaded = self.wanted.keys(), {name: adapter for name, adapter in self.wanted.items() if not adapter.key}
+        self.wanted = {adapter.name: adapter for adapter in published} | loaded
         for url in urls - self.replicas.keys():
             try:
                 self.add(url, is_member=True)
@@ -766,7 +783,7 @@ class Router:
                 log.warning("member ignored: %s", error)
         for replica in list(self.replicas.values()):
             replica.is_member |= replica.url in urls
-            if not self.wanted.keys() <= replica.proven:
+            if self.wanted.keys() != before:
                 replica.wake.set()
             # A heartbeat may stop because the member cannot reach the bucket: while its HTTP works it stays.
             if replica.is_member and replica.url not in urls and not replica.is_live:
@@ -817,7 +834,7 @@ class Router:
             except TimeoutError:
                 pass
 
-    async def call(self, replica: Replica, method: str, path: str, body=None, limit_s: float = POLL_LIMIT_S, is_strict: bool = True) -> dict:
+    async def call(self, replica: Replica, method: str, path: str, body=None, limit_s: float = 0.0, is_strict: bool = True) -> dict:
         """A control call; its JSON object ({} if it is none). ApiError for any status but 200, with what the replica said."""
         reply = await replica.pool.request(method, path, b"" if body is None else json.dumps(body).encode(), limit_s)
         if reply.status != 200 and is_strict:
@@ -830,6 +847,7 @@ class Router:
 
     async def check(self, replica: Replica) -> None:
         """Health and models; notices a restart; greets; starts to load what is missing."""
+        before = set(replica.proven)                     # what is proven meanwhile may be too new for the list
         await self.call(replica, "GET", "/health")
         try:
             cards = (await self.call(replica, "GET", "/v1/models"))["data"]
@@ -837,10 +855,8 @@ class Router:
             replica.base = (str(cards[0]["id"]), cards[0].get("max_model_len"))
         except (LookupError, TypeError, AttributeError):
             raise ApiError(502, "/v1/models is no list of models") from None
-        lost = replica.proven - replica.served
-        replica.proven -= lost
-        # Our samplers unload by themselves what is too old. Whoever lost anything else is a new process.
-        if lost and not (newest(replica.proven) and all(VERSION.fullmatch(name) and name != newest([name, *replica.proven]) for name in lost)):
+        lost = before & replica.proven - replica.served
+        if lost:                                         # it is a new process
             self.move(replica, "joining", f"it lost {', '.join(sorted(lost))}")
         if not replica.is_live:
             replica.config = (await self.call(replica, "GET", "/server_info?config_format=json", is_strict=False)).get("vllm_config") or {}
@@ -875,6 +891,8 @@ class Router:
             for name in stale:
                 await self.drop(replica, name)
             for adapter in missing:
+                if self.wanted.get(adapter.name) is not adapter:
+                    continue                             # overtaken while others loaded
                 try:
                     await self.bring(replica, adapter)
                     log.info("replica %s serves %s", replica.url, adapter.name)
@@ -913,8 +931,9 @@ class Router:
             raise ApiError(502, f"the canary refused it: {why}")
         if is_right is None:
             log.warning("replica %s: %s is unproven, watch `mismatch`: %s", replica.url, adapter.name, why)
-        replica.tries.pop(adapter.name, None)
-        replica.proven.add(adapter.name)
+        if self.wanted.get(adapter.name) is adapter:
+            replica.tries.pop(adapter.name, None)
+            replica.proven.add(adapter.name)
 
     async def prove(self, replica: Replica, adapter: Adapter) -> tuple[bool | None, str]:
         async def ask(prompt):
@@ -939,10 +958,10 @@ class Router:
     def live(self) -> list[str]:
         return sorted({name for replica in self.ready() for name in replica.proven})
 
-    async def until(self, find, limit_s: float = READY_WAIT_S):
-        """What `find()` returns once it is not empty; 503 after the limit."""
+    async def until(self, find, limit_s: float = 0.0):
+        """What `find()` returns once it is not empty; 503 after the limit (READY_WAIT_S)."""
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s or READY_WAIT_S):
                 while not (found := find()):
                     await self.changed.wait()
                 return found
@@ -1085,21 +1104,28 @@ class Router:
         configs = [replica.config for replica in await self.until(self.ready)]
         return to_json({"vllm_config": min(configs, key=lambda config: (config.get("lora_config") or {}).get("max_loras") or math.inf)})
 
-    async def metrics(self, request: Request) -> Reply:
-        fleet = self.replicas.values()
-        return metrics_text([*(("vllm:num_requests_running", {"replica": replica.url}, replica.in_flight) for replica in fleet),
-                             *(("grpo:router_ready", {"replica": replica.url, "state": replica.state}, replica.state == "ready") for replica in fleet),
-                             *(("grpo:router_serves", {"replica": replica.url, "version": name}, 1) for replica in fleet for name in sorted(replica.proven)),
-                             *(("grpo:router_choices_total", {"kind": kind}, self.chooser.counts[kind]) for kind in ("affinity", "spill", "cold")),
-                             *((f"grpo:router_{kind}_total", {}, self.counts[kind]) for kind in ("forwarded", "retried", "failed"))])
+    def rows(self) -> list[tuple]:
+        rows = [("newest ready", {}, newest(self.live())), ("paused", {}, self.is_on_hold)]
+        rows += [("grpo:router_choices_total", {"kind": kind}, self.chooser.counts[kind]) for kind in ("affinity", "spill", "cold")]
+        rows += [(f"grpo:router_{kind}_total", {}, self.counts[kind]) for kind in ("forwarded", "retried", "failed")]
+        for replica in self.replicas.values():
+            label = {"replica": replica.url}
+            rows += [("state", label, replica.state), ("grpo:router_ready", label, int(replica.state == "ready")), ("vllm:num_requests_running", label, replica.in_flight),
+                     ("adapters", label, ", ".join(sorted(replica.proven))), ("last error", label, replica.last_error)]
+            rows += [("grpo:router_serves", {**label, "version": name}, 1) for name in sorted(replica.proven)]
+        return rows
 
-    async def page(self, request: Request) -> Reply:
-        facts = {"newest ready": newest(self.live()), "paused": self.is_on_hold, **self.counts, **self.chooser.counts}
-        return status_page("router", [[("", ""), *facts.items()], [("replica", "state", "adapters", "in flight", "last error"), *(
-            (replica.url, replica.state, ", ".join(sorted(replica.proven)), replica.in_flight, replica.last_error) for replica in self.replicas.values())]])
+def published(key: str, manifest: bytes) -> Adapter:
+    """The version that a manifest announces; without a name, and reported, if it cannot be read."""
+    try:
+        said = json.loads(manifest)
+        return Adapter(f"policy-v{int(said['policy_version'])}", key.removesuffix("/manifest.json"), canary={what: said["canary"][what] for what in ("prompts", "dtype", "adapter", "base")})
+    except (ValueError, LookupError, TypeError) as error:
+        log.warning("%s is set aside: %s: %s", key, type(error).__name__, error)
+        return Adapter("")
 
 def follow(bucket, router: Router, live: int, loop, url: str, finished: threading.Event) -> None:
-    """Thread: tells the router every second what is published and which samplers live. Outlives a failing bucket."""
+    """Thread: tells the router again and again what is published and which samplers live. Outlives a failing bucket."""
     members, member, adapters, said = LiveMembers(bucket, "sampler"), None, {}, ""
     while not finished.is_set():
         trouble = ""
@@ -1112,11 +1138,9 @@ def follow(bucket, router: Router, live: int, loop, url: str, finished: threadin
             if member:
                 # Found by listing, a manifest being written last; read once each.
                 keys = sorted(key for key in bucket.list("adapters/") if key.endswith("/manifest.json"))[:-live - 1:-1]
-                for key in [key for key in keys if key not in adapters]:
-                    manifest = json.loads(bucket.get(key))
-                    adapters[key] = Adapter(f"policy-v{int(manifest['policy_version'])}", key.removesuffix("/manifest.json"), canary=manifest["canary"])
-                adapters = {key: adapters[key] for key in keys}
-                loop.call_soon_threadsafe(router.news, list(adapters.values()), {record["url"] for record in members.poll().values() if record["url"]})
+                adapters = {key: adapters.get(key) or published(key, bucket.get(key)) for key in keys}
+                loop.call_soon_threadsafe(router.news, [adapter for adapter in adapters.values() if adapter.name],
+                                          {record["url"] for record in members.poll(max_age_s=POLL_S).values() if record["url"]})
             else:
                 trouble = f"waiting for run.json in {bucket.address}"
         except (BucketError, OSError, ValueError, LookupError, TypeError) as error:
@@ -1124,7 +1148,7 @@ def follow(bucket, router: Router, live: int, loop, url: str, finished: threadin
         if trouble and trouble != said:
             log.warning("%s", trouble)
         said = trouble
-        finished.wait(POLL_S)
+        finished.wait(POLL_S if bucket.root is None else POLL_S / 5)   # a listing costs nothing in a folder
     if member:
         member.stop()
 
@@ -1169,7 +1193,7 @@ def serve_router(bucket, replicas, listen: str, token: str = "", replica_token: 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="proxy.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--bucket", default="", help="the run's folder, s3://bucket/prefix or URL (none: a client loads the adapters)")
-    parser.add_argument("--replica", action="append", default=[], metavar="URL", help="a vLLM or sampler to route to (repeatable)")
+    parser.add_argument("--replica", action="append", default=[], metavar="URL", dest="replicas", help="a vLLM or sampler to route to (repeatable)")
     parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="port 0: any free one")
     parser.add_argument("--token", default=os.environ.get("GRPO_TOKEN", ""), help="bearer token clients must send (default: GRPO_TOKEN; none: loopback only)")
     parser.add_argument("--replica-token", default="", help="bearer token sent to the replicas (default: --token)")
@@ -1182,18 +1206,17 @@ def main(argv=None) -> int:
     try:
         parse_listen(args.listen, bool(args.token))
         bucket = open_bucket(args.bucket) if args.bucket else None
-        if not bucket and not args.replica:
+        if not bucket and not args.replicas:
             raise ValueError("give --bucket, --replica, or both")
-        if args.replica and bucket and not (args.adapter_dir or getattr(bucket, "root", None)):
+        if args.replicas and bucket and not (args.adapter_dir or getattr(bucket, "root", None)):
             raise ValueError("--replica beside this bucket needs --adapter-dir: where those servers see its objects")
-        for url in args.replica:
+        for url in args.replicas:
             Pool(url)
     except (ValueError, BucketError) as error:
         print(f"proxy.py: {error}", file=sys.stderr)
         return 2
     try:
-        serve_router(bucket, args.replica, args.listen, args.token, args.replica_token, args.adapter_dir, args.live, args.pause_limit_s,
-                     args.request_limit_s, on_ready=lambda url: print(f"ready role=proxy url={url}", flush=True))
+        serve_router(**{**vars(args), "bucket": bucket}, on_ready=lambda url: print(f"ready role=proxy url={url}", flush=True))
     except OSError as error:
         print(f"proxy.py: cannot serve on {args.listen}: {error}", file=sys.stderr)
         return 1
