@@ -5,7 +5,8 @@
     python bucket.py check ADDRESS                   # which of the guarantees below hold there, as a table
     python bucket.py mirror ADDRESS DIR              # keep DIR/adapters equal to the bucket's adapters, whole folders only
 
-An ADDRESS is a path, file:///path, s3://bucket/prefix or http(s)://host:port/bucket/prefix. A bucket maps keys ("steps/000034.json")
+An ADDRESS is a path, file:///path, s3://bucket/prefix or http(s)://host:port/bucket/prefix; keys for S3 as usual in AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY or ~/.aws/credentials, its endpoint in AWS_ENDPOINT_URL_S3. A bucket maps keys ("steps/000034.json")
 to bytes. Machines that share nothing else agree through one operation, *create-if-absent* (`put_new`): of all who create a key one
 wins, and everybody reads the winner's bytes. Several files become one object by a manifest, the last to appear (`publish`, `fetch`).
 
@@ -318,6 +319,7 @@ class Connection(threading.local):
         self.session = requests.Session()
         # Subtle: without an auth of its own, a session lets ~/.netrc replace our Authorization header.
         self.session.auth = lambda request: request
+        self.session.verify = os.environ.get("AWS_CA_BUNDLE") or True
 
 class S3Bucket(Bucket):
     """A prefix in a bucket of an S3 store, path style. Threads may share it."""
@@ -374,12 +376,13 @@ class S3Bucket(Bucket):
         for attempt in range(1, TRIES + 1):
             try:
                 reply = self._send(method, key, query, headers, data)
-                status, code = reply.status_code, said(reply, "Code")
-                why = " ".join(f"{status} {code} {said(reply, 'Message')}".split())
+                status = reply.status_code
                 if status == 412 and maybe_landed and self.get(key) == data:
-                    reply.status_code = 200      # refused by our own earlier try, whose reply was lost
-                if reply.ok and reply.status_code < 300 or status in accept:
+                    status = reply.status_code = 200      # refused by our own earlier try, whose reply was lost
+                if status < 300 or status in accept:
                     return reply
+                code = said(reply, "Code")
+                why = " ".join(f"{status} {code} {said(reply, 'Message')}".split())
                 if status == 404 and code != "NoSuchBucket":
                     raise NotFound(f"{self.address} has no {key}")
                 if not self._corrected(reply) and status not in (408, 409, 429, 500, 502, 503, 504) and code != "RequestTimeout":

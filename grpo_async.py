@@ -1550,7 +1550,7 @@ RUN_DEFAULTS = {"model": "tiny", "task": "math", "steps": 200, "groups_per_step"
                 "clip_low": None, "clip_high": None, "kl": 0.0, "tis": 0.0, "clip_norm": 1.0, "mask_truncated": False,
                 "max_staleness": 2, "sync_steps": 1, "checkpoint_steps": 25, "part_dtype": "float32", "seed": 0}
 TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
-                 "lora_alpha": 16.0, "lr": 1e-2, "lr_schedule": "linear", "warmup_steps": 20}
+                 "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
 
 
 def join_run(bucket, args) -> dict:
@@ -1752,15 +1752,17 @@ def write_report(bucket, run: dict) -> None:
     timings = {row["step"]: row for key in bucket.list("metrics/learner-") for row in map(json.loads, bucket.get(key).splitlines())}
     steps = [row | timings.get(row["step"], {}) for row in curve(bucket, run, (summary or {}).get("last", {}))[1]]
     keys, samples = list(bucket.list("groups/")), []
-    for key in keys[::len(keys) // 20 + 1]:
+    for key in keys[::len(keys) // 100 + 1]:
         try:
             text = read_header(bucket.get(key))["text"]
         except (NotFound, KeyError, ValueError):  # set aside, or cleaned meanwhile
             continue
         best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
+        if text["rewards"][best] == text["rewards"][worst]:
+            continue
         samples.append({"step": number_in(key) * run["sync_steps"] + 1, "prompt": text["prompt"], **{
             name: {"text": text["completions"][i], "reward": text["rewards"][i]} for name, i in (("best", best), ("worst", worst))}})
-    data = {"run": run, "summary": summary, "steps": steps, "samples": samples, "members": list(proxy.LiveMembers(bucket).poll().values()),
+    data = {"run": run, "summary": summary, "steps": steps, "samples": samples[::len(samples) // 20 + 1], "members": list(proxy.LiveMembers(bucket).poll().values()),
             "evals": [json.loads(bucket.get(k)) for k in bucket.list("evals/")]}
     template = (Path(__file__).parent / "docs" / "report.html").read_text(encoding="utf-8")
     # Subtle: "</script>" inside a completion would end the page's script; "<" is never part of JSON outside its strings.

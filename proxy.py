@@ -24,7 +24,8 @@ Guarantees
 Statuses: 400 bad input, 401 token, 404 no such route or version (names the live ones), 405 method, 408 too slow, 413 body, 431 head;
 502 no replica could, 503 not ready yet (Retry-After), 504 time-out, or a load or pause taken back.
 
-Does not: stream tokens, pipeline, serve HTTP/2 or TLS (put a TLS terminator in front), keep state on disk. Whoever can write to the
+Does not: stream tokens, pipeline, serve HTTP/2 or TLS (put a TLS terminator in front), keep state on disk, run on Python before 3.11
+(asyncio.timeout). Whoever can write to the
 bucket is trusted with the policy: the canary is against faults, not against an attacker.
 
 [1] docs.vllm.ai: OpenAI-compatible server, LoRA adapters   [2] RFC 9112: HTTP/1.1
@@ -374,7 +375,7 @@ def take(body: dict, name: str, default, kind: type = int, low: float = 0, high:
     return kind(value)
 
 def is_token_list(value) -> bool:
-    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < 2**31
 
 def model_of(body: dict) -> str:
     if not isinstance(body.get("model"), str):
