@@ -5,15 +5,15 @@
     python bucket.py check ADDRESS                   # which of the guarantees below hold there, as a table
     python bucket.py mirror ADDRESS DIR              # keep DIR/adapters equal to the bucket's adapters, whole folders only
 
-An ADDRESS is a path, file:///path, s3://bucket/prefix or http(s)://host:port/bucket/prefix; keys for S3 as usual in AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY or ~/.aws/credentials, its endpoint in AWS_ENDPOINT_URL_S3. A bucket maps keys ("steps/000034.json")
-to bytes. Machines that share nothing else agree through one operation, *create-if-absent* (`put_new`): of all who create a key one
-wins, and everybody reads the winner's bytes. Several files become one object by a manifest, the last to appear (`publish`, `fetch`).
+An ADDRESS is a path, file:///path, s3://bucket/prefix or http(s)://host:port/bucket/prefix (for S3 as usual AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY or ~/.aws/credentials, and AWS_ENDPOINT_URL_S3). A bucket maps keys ("steps/000034.json") to bytes. Machines that
+share nothing else agree through one operation, *create-if-absent* (`put_new`): of all who create a key one wins, and everybody reads
+the winner's bytes. Several files become one object by a manifest, the last to appear (`publish`, `fetch`).
 
 Guarantees (tested on a folder, our server and SeaweedFS):
  1. put_new: one winner of any race. A writer killed at any point leaves the old state or the new one, never part of an object.
- 2. list: every key finished before the call, in byte order, no temporary file; `start_after` makes following a log cheap. (Only
-    SeaweedFS puts a/x before a-b; this project has no such neighbours.)
+ 2. list: every key finished before the call, in byte order, no temporary file; `start_after` makes following a log cheap.
+    (SeaweedFS alone puts a/x before a-b; this project has no such neighbours.)
  3. fetch: exactly the published bytes, or an error; a store that shows a manifest before its files is waited for.
  4. No key leaves the bucket's folder or prefix; a bad key is refused before any I/O.
  5. Retries are bounded and logged; a retried put_new whose first try had landed says True.
@@ -474,7 +474,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         log.debug(format, *args)
 
     def answer(self) -> None:
-        length, status = self.headers.get("content-length", "0"), 200
+        length, status = self.headers.get("content-length", "0" if self.command != "PUT" else ""), 200
         self.unread = int(length) if re.fullmatch("[0-9]{1,10}", length) else MAX_OBJECT_BYTES + 1
         self.close_connection |= self.unread > MAX_OBJECT_BYTES or "transfer-encoding" in self.headers
         try:
@@ -485,7 +485,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 body = io.BytesIO(f"<Error><Code>{error.code}</Code><Message>{escape(str(error))}</Message></Error>".encode())
                 status = error.status
             # An unread body would be taken for the next request, and closing on it would lose our reply.
-            collections.deque(self._chunks(), maxlen=0)
+            with contextlib.suppress(Refused):
+                collections.deque(self._body(), maxlen=0)
             with body:
                 self.send_response(status)
                 self.send_header("Content-Length", str(body.seek(0, io.SEEK_END)))
@@ -503,18 +504,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_DELETE = do_POST = answer
 
-    def _chunks(self) -> Iterator[bytes]:
-        """What is unread of the request's body, in bounded memory."""
+    def _body(self) -> Iterator[bytes]:
+        """What is unread of the body, in bounded memory; Refused if it was not what was signed, so that no object gets its name."""
+        want, digest = self.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD"), hashlib.sha256()
         while 0 < self.unread <= MAX_OBJECT_BYTES and (chunk := self.rfile.read(min(self.unread, CHUNK_BYTES))):
             self.unread -= len(chunk)
-            yield chunk
-
-    def _body(self) -> Iterator[bytes]:
-        """The chunks; raises after the last if they are not what was signed, so that the object never gets its name."""
-        want, digest = self.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD"), hashlib.sha256()
-        if "content-length" not in self.headers or self.unread > MAX_OBJECT_BYTES or want.startswith("STREAMING"):
-            raise Refused(501, "NotImplemented", f"want Content-Length up to {MAX_OBJECT_BYTES}, and a body not cut in chunks")
-        for chunk in self._chunks():
             digest.update(chunk)
             yield chunk
         if self.unread or want not in ("UNSIGNED-PAYLOAD", digest.hexdigest()):
@@ -543,8 +537,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         bucket, (name, key, query) = self.server.bucket, self._verified()
         where, folder = key_check(f"{name}/{key}" if key else name), bucket.root / key_check(name)
         listing, condition = self.command == "GET" and not key, self.headers.get("if-none-match") if self.command == "PUT" else None
-        if UNHEEDED & set(map(str.lower, self.headers)) or condition not in (None, "*") or query.keys() - (LISTING if listing else {"x-id"}):
-            raise Refused(501, "NotImplemented", f"{self.command} {self.path} uses a header or parameter that is not served")
+        unheeded = UNHEEDED & set(map(str.lower, self.headers)) or query.keys() - (LISTING if listing else {"x-id"})
+        if unheeded or condition not in (None, "*") or self.unread > MAX_OBJECT_BYTES:
+            raise Refused(501, "NotImplemented", f"{self.command} {self.path} uses a header, parameter or length that is not served")
         if listing and query.get("list-type") == "2":
             return self._listing(name, query)
         if key and self.command in ("GET", "HEAD"):
@@ -640,19 +635,6 @@ def mirror(bucket: Bucket, local: FileBucket, known: set[str]) -> None:
         shutil.rmtree((local.root / "adapters" / name).rename(local.root / "adapters" / f"{TEMP}{uuid.uuid4().hex}"))
         print(f"removed {name}", flush=True)
 
-def keep_mirroring(bucket: Bucket, local: FileBucket, every_s: float) -> None:
-    """Rounds until interrupted. An outage is logged and outlived; a folder of another run is not."""
-    print(f"ready role=mirror dir={local.root / 'adapters'}", flush=True)
-    known = set()
-    while True:
-        try:
-            mirror(bucket, local, known)
-        except BucketError as error:
-            if isinstance(error, Conflict):
-                raise
-            log.error("%s; trying again", error)
-        time.sleep(every_s)
-
 class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message}; try --help\n")
@@ -676,8 +658,18 @@ def run(args: argparse.Namespace) -> int:
         results = [print(f"{'ok' if holds else 'NO':4}{claim}", flush=True) or holds for claim, holds in check(bucket)]
         return 0 if all(results) else 1
     elif args.command == "mirror":
-        local = FileBucket(args.dir)
-        mirror(bucket, local, set()) if args.once else keep_mirroring(bucket, local, args.every_s)
+        local, known = FileBucket(args.dir), set()
+        while True:
+            try:
+                mirror(bucket, local, known)
+            except BucketError as error:
+                # An outage is outlived; a folder of another run is not.
+                if args.once or isinstance(error, Conflict):
+                    raise
+                log.error("%s; trying again", error)
+            if args.once:
+                break
+            time.sleep(args.every_s)
     return 0
 
 def main(argv: list[str] | None = None) -> int:

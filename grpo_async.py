@@ -56,7 +56,7 @@ from pathlib import Path
 import requests
 
 import proxy
-from bucket import BucketError, Conflict, Corrupt, NotFound, open_bucket
+from bucket import BucketError, Conflict, Corrupt, FileBucket, NotFound, open_bucket
 
 ROLE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 ROLE.add_argument("--role", default="all")
@@ -494,7 +494,8 @@ def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict,
     """The gradient of the summed loss of some groups under the adapter in slot 0: ({name: fp32 CPU tensor}, sums).
 
     sums are what a step's metrics are made of: ratio, kl, entropy and clipped run over trained tokens."""
-    parameters = policy.lora.train(0)
+    policy.lora.train(0)
+    parameters = policy.lora.parameters(0)
     for p in parameters.values():
         p.grad = None
     rewards = [x for g in groups for x in g.rewards]
@@ -1628,8 +1629,13 @@ def base_of(bucket, run: dict, args) -> str:
     where = args.model if args.model not in (None, "tiny") else run["model"]
     if where != "tiny":
         return where
+    if bucket.root:
+        return str(bucket.root / "base")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "async-grpo"
-    return str(bucket.root / "base" if bucket.root else bucket.fetch("base", cache / run.get("run_id", "new"))[1])
+    manifest, files = bucket.fetch("base")
+    here = FileBucket(cache / hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16])
+    here.publish("base", files, manifest)
+    return str(here.root / "base")
 
 
 def load_policy(bucket, run: dict, args, slots: int) -> Policy:

@@ -17,7 +17,7 @@ computed once for all its completions; its keys and values are copied to their r
     sampler = Sampler(model, Lora(model, r=8, alpha=16, slots=4), eos_ids={2})
     sampler.load("policy-v1", read_adapter(files)[0])
     future = sampler.submit([5, 6, 7], n=8, max_tokens=32, name="policy-v1", seed=0)
-    while sampler.step(): pass                 # or a thread in sampler.run(stop); then future.result(): 8 Completions
+    while sampler.step(): pass                 # or a thread in sampler.run(stop); future.result() is 8 Completions
 
 Guarantees:
  1. Files are what PEFT writes and reads [3]. What we cannot apply is refused, and the error names it.
@@ -38,6 +38,7 @@ from collections import OrderedDict, deque
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import safetensors.torch
 import torch
@@ -139,7 +140,7 @@ class Lora:
             a, b = (f"{PREFIX}{name}.lora_{side}.weight" for side in "AB")
             shapes[a], shapes[b] = (r, n_in), (n_out, r)
             self._stacks[a], self._stacks[b] = (module.weight.new_zeros(slots * r, n, dtype=dtype) for n in (n_in, n_out))
-            module.register_forward_hook(self._hook(a, b))
+            module.register_forward_hook(partial(self._add_product, a, b))
         if not shapes:
             raise AdapterError(f"target modules {target_modules}: {type(model).__name__} has no such linear layer")
         self.shapes: dict[str, tuple[int, int]] = dict(sorted(shapes.items()))
@@ -188,24 +189,23 @@ class Lora:
         finally:
             self._route = before
 
-    def _hook(self, key_a: str, key_b: str):
-        def add_product(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor | None:
-            if self._route is None:
-                return None
-            first, end, blank = self._route
-            if end - first == 1:
-                A, B = self._parameters[first][key_a], self._parameters[first][key_b].T
-            else:
-                A, B = (self._stacks[key][first * self.r:end * self.r] for key in (key_a, key_b))
-            h = F.linear(inputs[0], A.to(output.dtype))  # [rows, .., columns]
-            if blank is not None:
-                # Blanked rather than multiplied by 0: an overflow in another version's columns stays there.
-                h.masked_fill_(blank.view(len(blank), *[1] * (h.ndim - 2), -1), 0)
-            flat, h, B = output.view(-1, output.shape[-1]), h.view(-1, h.shape[-1]), B.to(output.dtype)
-            if torch.is_grad_enabled():
-                return torch.addmm(flat, h, B, alpha=self.scale).view_as(output)
-            flat.addmm_(h, B, alpha=self.scale)
-        return add_product
+    def _add_product(self, key_a: str, key_b: str, module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        if self._route is None:
+            return output
+        first, end, blank = self._route
+        if end - first == 1:
+            A, B = self._parameters[first][key_a], self._parameters[first][key_b].T
+        else:
+            A, B = (self._stacks[key][first * self.r:end * self.r] for key in (key_a, key_b))
+        h = F.linear(inputs[0], A.to(output.dtype))      # [rows, .., columns]
+        if blank is not None:
+            # Blanked rather than multiplied by 0: an overflow in another version's columns stays there.
+            h.masked_fill_(blank.view(len(blank), *[1] * (h.ndim - 2), -1), 0)
+        flat, h, B = output.view(-1, output.shape[-1]), h.view(-1, h.shape[-1]), B.to(output.dtype)
+        if torch.is_grad_enabled():
+            return torch.addmm(flat, h, B, alpha=self.scale).view_as(output)
+        flat.addmm_(h, B, alpha=self.scale)
+        return output
 
 # ---- Adapter files -------------------------------------------------------------------------------------------------
 
@@ -282,13 +282,13 @@ class KeyValues:
     else it appends one token to each row i, in place, at positions[i], and attends up to there."""
 
     def __init__(self, max_rows: int, max_len: int):
-        self.max_rows, self.max_len, self.slab, self.positions = max_rows, rounded(max_len), None, None
+        self.max_rows, self.max_len, self.slab, self.positions = max_rows, max_len, None, None
         self.prompts: dict[int, torch.Tensor] = {}       # layer: [2, N, K, T, d] of the last prefill
 
     def begin_decode(self, positions: torch.Tensor, longest: int) -> None:
         self._reserve(longest)
         self.positions, self.rows = positions, torch.arange(len(positions), device=positions.device)
-        beyond = torch.arange(rounded(longest), device=positions.device) > positions[:, None]
+        beyond = torch.arange(longest, device=positions.device) > positions[:, None]
         # Added to the scores [rows, heads, queries, time], the same in all layers.
         self.mask = self.slab.new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)[:, None, None]
 
@@ -318,12 +318,8 @@ class KeyValues:
     def _reserve(self, time: int) -> None:
         *shape, have, d = self.slab.shape
         if time > have:
-            old, self.slab = self.slab, self.slab.new_zeros(*shape, min(self.max_len, max(rounded(time), 2 * have)), d)
+            old, self.slab = self.slab, self.slab.new_zeros(*shape, min(self.max_len, max(time, 2 * have)), d)
             self.slab[..., :have, :] = old
-
-def rounded(time: int) -> int:
-    """Up to a multiple of 16: attention kernels on CUDA want the rows of a mask aligned."""
-    return -(-time // 16) * 16
 
 def slab_attention(module, query, key, value, attention_mask, scaling=None, key_values=None, **kwargs):
     """transformers' attention interface; `key_values` comes down from the model's arguments."""
@@ -334,10 +330,10 @@ def slab_attention(module, query, key, value, attention_mask, scaling=None, key_
 def draw(logits: torch.Tensor, temperatures: list[float], points: list[float], top: int = 0) -> tuple:
     """Where the cumulated distribution passes points: tokens [N], logprobs [N], and of the `top` likeliest (values, ids).
 
-    Temperature 0 takes the likeliest token, under temperature 1. A token of probability 0 is never drawn."""
+    Temperature 0 takes the likeliest token, under temperature 1. A token of probability 0 is never drawn. Overwrites logits."""
     N, V = logits.shape
     heat, targets = torch.tensor([temperatures, points], dtype=torch.float64, device=logits.device)[..., None]
-    scaled = logits.float() / heat.where(heat > 0, 1).float()
+    scaled = logits.float().div_(heat.where(heat > 0, 1).float())
     scaled -= scaled.amax(-1, keepdim=True)
     weights = scaled.new_empty(N, -(-V // DRAW_BLOCK) * DRAW_BLOCK)
     weights[:, V:] = 0
@@ -374,20 +370,19 @@ class Completion:
 @dataclass(eq=False)
 class Request:
     prompt: tuple[int, ...]
-    version: tuple[int, int] = (-1, 0)                   # slot (−1: the base), and a number that no other load has
-    max_tokens: int = 1
-    temperature: float = 1.0
-    stops: frozenset[int] = frozenset()
-    top_logprobs: int = 0
+    version: tuple[int, int]                             # slot (−1: the base), and a number that no other load has
+    max_tokens: int
+    temperature: float
+    stops: frozenset[int]
+    top_logprobs: int
     rows: list[Row] = field(default_factory=list)
     future: Future = field(default_factory=Future)
 
+@dataclass(eq=False)
 class Row:
-    """A completion under way, with its own stream of random numbers."""
-
-    def __init__(self, request: Request, stream: str):
-        self.request, self.random = request, random.Random(stream)
-        self.out = Completion([], [], "", [] if request.top_logprobs else None)
+    request: Request
+    random: random.Random                                # its own stream
+    out: Completion
 
     @property
     def length(self) -> int:
@@ -420,35 +415,34 @@ class Sampler:
         check_head(model)
         AttentionInterface.register("slab", slab_attention)
         self._check_attention()
+        self._counts = dict.fromkeys(self._counts, 0)
 
     @torch.inference_mode()
     def _check_attention(self) -> None:
         """ValueError unless a token attends to all before it, and decoding from our slab agrees with the model alone."""
         config, name = self.model.config.get_text_config(), type(self.model).__name__
-        window, limit = (getattr(config, key, None) or math.inf for key in ("sliding_window", "max_position_embeddings"))
-        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window < math.inf else "full_attention"])
-        limit = min(limit, window) if "sliding_attention" in kinds else limit
+        kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+        limit = getattr(config, "max_position_embeddings", None) or math.inf
+        if "sliding_attention" in kinds or window and not kinds:
+            limit = min(limit, window)
         if kinds - {"full_attention", "sliding_attention"} or self.max_len > limit:
-            raise ValueError(f"{name} with layers {sorted(kinds)} and max_len={self.max_len}: this sampler needs full "
-                             f"attention, so at most {limit} tokens here; serve the model with vLLM, or lower the length")
-        ids = [i % config.vocab_size for i in range(1, 9)]
-        row = Row(Request(tuple(ids[:-1])), "")
-        row.out.token_ids.append(ids[-1])
-        theirs = backbone(self.model)(torch.tensor([ids], device=self.model.device)).last_hidden_state[0, -1]
+            raise ValueError(f"{name}, layers {sorted(kinds)}, max_len={self.max_len}: this sampler needs full attention and at "
+                             f"most {limit} tokens; serve the model with vLLM, or lower the length")
         try:
-            self._prefill([row.request])
-            self.key_values.join(0, 1, self.prefixes.popitem()[1][0])
-            error = float((self._decode([row])[0] - theirs).norm() / theirs.norm())
+            future = self.submit(prompt := list(range(1, min(8, self.max_len - 1))), max_tokens=2, seed=0, ignore_eos=True)
+            while self.step():
+                pass
         except (TypeError, ValueError, KeyError, RuntimeError) as fault:
             raise ValueError(f"{name} cannot use this sampler's attention ({fault}): serve it with vLLM") from fault
-        if not error <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
-            raise ValueError(f"{name} decodes otherwise in this sampler, by {error:.1g}: serve it with vLLM")
+        ours, ids = future.result()[0].logprobs[-1], prompt + future.result()[0].token_ids
+        theirs = self.model(torch.tensor([ids], device=self.model.device)).logits[0, -2].float().log_softmax(-1)[ids[-1]]
+        if not abs(ours - theirs) <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            raise ValueError(f"{name} decodes otherwise in this sampler ({ours} for {theirs}): serve it with vLLM")
 
     # Versions
 
     def names(self) -> list[str]:
-        with self._changed:
-            return list(self._versions)
+        return list(self._versions)
 
     def load(self, name: str, tensors: dict[str, torch.Tensor], timeout_s: float = 30.0) -> None:
         """Makes a version available. The same name with the same tensors changes nothing.
@@ -500,7 +494,8 @@ class Sampler:
                 raise UnknownVersion(name, list(self._versions))
             version = self._versions.get(name, (-1, 0))
             request = Request(tuple(prompt_ids), version, max_tokens, temperature, stops, top_logprobs)
-            request.rows = [Row(request, f"{seed}/{index}") for index in range(n)]
+            request.rows = [Row(request, random.Random(f"{seed}/{index}"), Completion([], [], "", [] if top_logprobs else None))
+                            for index in range(n)]
             self.waiting.append(request)
             self._changed.notify_all()
         return request.future
@@ -511,9 +506,9 @@ class Sampler:
         with self._changed:
             self._changed.notify_all()
 
-    def pause(self, mode: str = "keep") -> None:
+    def pause(self, mode: str | None = "keep") -> None:
         """No token until `resume`. Rows under way: "keep" holds them, "abort" ends them, "wait" returns when they ended."""
-        if mode not in ("keep", "abort", "wait"):
+        if mode not in (None, "keep", "abort", "wait"):
             raise ValueError(f"pause mode {mode!r}: expected keep, abort or wait")
         with self._changed:
             self._paused = mode
@@ -522,9 +517,7 @@ class Sampler:
                 self._changed.wait_for(lambda: not self.rows or not self.is_paused)
 
     def resume(self) -> None:
-        with self._changed:
-            self._paused = None
-            self._changed.notify_all()
+        self.pause(None)
 
     @property
     def is_paused(self) -> bool:
@@ -561,9 +554,7 @@ class Sampler:
         """Finished rows leave, waiting requests join, and every row gets a token. True if there is more to do."""
         try:
             with self._changed:
-                self._leave()
-                running = len(self.rows)
-                self._admit()
+                running = self._regroup()
                 self._changed.notify_all()
             if self.rows and self._paused != "keep":
                 self._advance(running)
@@ -575,29 +566,29 @@ class Sampler:
         with self._changed:
             return self._has_work()
 
-    def _leave(self) -> None:
-        """Drops finished rows; the last ones move into their places, so that the batch stays dense."""
-        for row in self.rows if self._paused == "abort" else ():
-            self._finish(row, "abort")
-        alive = [i for i, row in enumerate(self.rows) if not row.is_finished]
+    def _regroup(self) -> int:
+        """Finished rows leave and the last ones take their places; waiting requests join behind. How many rows go on."""
+        rows = self.rows
+        for row in rows:
+            if self._paused == "abort" and not row.is_finished:
+                self._finish(row, "abort")
+        alive = [i for i, row in enumerate(rows) if not row.is_finished]
         to = sorted(set(range(len(alive))) - set(alive))
-        source = alive[len(alive) - len(to):]
         if to:
-            time, slab = max(self.rows[i].length for i in source), self.key_values.slab
+            source, slab = alive[-len(to):], self.key_values.slab
+            time = max(rows[i].length for i in source)
             slab[:, :, to, :, :time] = slab[:, :, source, :, :time]
-        for i, j in zip(to, source):
-            self.rows[i] = self.rows[j]
-        del self.rows[len(alive):]
-
-    def _admit(self) -> None:
-        """Waiting requests become rows, in order of arrival and whole."""
+            for i, j in zip(to, source):
+                rows[i] = rows[j]
+        del rows[len(alive):]
+        # Requests join whole and in order of arrival, so none is overtaken for ever.
         while self.waiting and not self.is_paused:
-            request = self.waiting[0]
-            if not request.future.done():
-                if len(self.rows) + len(request.rows) > self.max_rows:
-                    return
-                self.rows += request.rows
+            joining = [] if self.waiting[0].future.done() else self.waiting[0].rows
+            if len(rows) + len(joining) > self.max_rows:
+                break
+            rows += joining
             self.waiting.popleft()
+        return len(alive)
 
     def _advance(self, running: int) -> None:
         """Decodes rows[:running], computes the prompts of the others, and draws a token for each."""
@@ -617,22 +608,21 @@ class Sampler:
         temperatures, points = zip(*((row.request.temperature, row.random.random()) for row in self.rows))
         tokens, logprobs, tops = draw(logits, temperatures, points, max(row.request.top_logprobs for row in self.rows))
         for i, (token, logprob, values, ids) in enumerate(zip(*(t.tolist() for t in (tokens, logprobs, *tops)))):
-            self._append(i, token, logprob, list(zip(ids, values)))
+            row = self.rows[i]
+            request, out = row.request, row.out
+            if not math.isfinite(logprob):
+                # A NaN left in the slab would spread, as 0 × NaN, to a later row in its place.
+                self.key_values.slab[:, :, i] = 0
+                self._fail(request, FloatingPointError("logits are not finite under this version"))
+                continue
+            out.token_ids.append(token)
+            out.logprobs.append(logprob)
+            if out.top_logprobs is not None:
+                out.top_logprobs.append(dict(list(zip(ids, values))[:request.top_logprobs]))
+            if token in request.stops or len(out.token_ids) == request.max_tokens:
+                self._finish(row, "stop" if token in request.stops else "length")
         self._counts["steps"] += 1
-
-    def _append(self, i: int, token: int, logprob: float, top: list[tuple[int, float]]) -> None:
-        request, out = self.rows[i].request, self.rows[i].out
-        if not math.isfinite(logprob):
-            # A NaN left in the slab would spread, as 0 × NaN, to a later row in its place.
-            self.key_values.slab[:, :, i] = 0
-            return self._fail(request, FloatingPointError("logits are not finite under this version"))
-        out.token_ids.append(token)
-        out.logprobs.append(logprob)
-        self._counts["tokens"] += 1
-        if out.top_logprobs is not None:
-            out.top_logprobs.append(dict(top[:request.top_logprobs]))
-        if token in request.stops or len(out.token_ids) == request.max_tokens:
-            self._finish(self.rows[i], "stop" if token in request.stops else "length")
+        self._counts["tokens"] += len(self.rows)
 
     def _finish(self, row: Row, reason: str) -> None:
         request, row.out.finish_reason = row.request, reason
