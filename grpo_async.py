@@ -986,7 +986,7 @@ class Learner:
 
     def canary(self) -> dict:
         """Top-20 next-token logprobs after eight fixed prompts, with and without the adapter in slot 0."""
-        prompts = [self.task.encode(row["prompt"])[-64:] for row in self.task.rows[:8]]
+        prompts = [self.task.encode(row["prompt"])[-min(64, self.run["max_prompt_tokens"]):] for row in self.task.rows[:8]]
 
         def top(slot):
             found = []

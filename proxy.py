@@ -896,7 +896,7 @@ class Router:
                     continue                             # overtaken while others loaded
                 try:
                     await self.bring(replica, adapter)
-                    log.info("replica %s serves %s", replica.url, adapter.name)
+                    log.debug("replica %s serves %s", replica.url, adapter.name)
                 except ApiError as error:
                     # 404 and 5xx pass where a mount lags behind the writer; other refusals do not.
                     replica.tries[adapter.name] += 1 if error.status in (404, 429) or error.status >= 500 else self.load_tries

@@ -7,6 +7,7 @@ boto3, openai and torch.optim as oracles; none of our own code is replaced by a 
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import hashlib
 import http.client
@@ -28,6 +29,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,20 +38,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
-import botocore.auth
-import botocore.awsrequest
-import botocore.credentials
 import botocore.exceptions
 import hypothesis
 import hypothesis.strategies as st
 import openai
 import pytest
 import requests
+import safetensors.torch
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import given, settings, strategies
 from safetensors.torch import load as load_tensors
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import bucket
 import grpo_async
@@ -56,6 +59,7 @@ import lora
 import proxy
 from bucket import BucketError, Corrupt, open_bucket
 from grpo_async import Group, UserError
+from lora import AdapterError, Lora, Sampler, UnknownVersion
 
 
 # ================================================================ 1. Buckets
@@ -68,11 +72,9 @@ from grpo_async import Group, UserError
 BUCKET_PY = str(Path(bucket.__file__).resolve())
 BUCKET_KEYS = {"AWS_ACCESS_KEY_ID": "K" * 16, "AWS_SECRET_ACCESS_KEY": "S" * 32}     # rclone wants keys of such lengths
 
-
 def bucket_env(**more):
     """The environment without anybody's own AWS settings, but with the test keys."""
     return {**{k: v for k, v in os.environ.items() if not k.startswith("AWS_")}, **BUCKET_KEYS, **more}
-
 
 @pytest.fixture
 def bucket_aws(monkeypatch):
@@ -81,11 +83,9 @@ def bucket_aws(monkeypatch):
     for name, value in BUCKET_KEYS.items():
         monkeypatch.setenv(name, value)
 
-
 @pytest.fixture
 def bucket_fast(monkeypatch):
     monkeypatch.setattr(bucket, "PAUSE_S", 0.001)
-
 
 def bucket_port():
     """A port whose port + 10000, SeaweedFS's gRPC, is free as well; below the range that port 0 is served from."""
@@ -96,17 +96,19 @@ def bucket_port():
             two.bind(("127.0.0.1", port + 10000))
             return port
 
-
 @contextlib.contextmanager
-def bucket_process(*command, **options):
+def bucket_process(*command, limit_s=60, **options):
+    """A process that is killed in the end, and after `limit_s`, so that a test that waits for its output fails instead of hanging."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
     try:
         yield process
     finally:
+        timer.cancel()
         process.kill()
         process.wait()
         process.stdout.close()
-
 
 @pytest.fixture(scope="module", autouse=True)
 def bucket_weed(tmp_path_factory):
@@ -131,10 +133,9 @@ def bucket_weed(tmp_path_factory):
             assert time.monotonic() < until and process.poll() is None, (folder / "log").read_text()[-2000:]
             time.sleep(0.1)
 
-    with open(folder / "log", "w") as log, bucket_process(*command, stderr=log, cwd=folder) as process:
+    with open(folder / "log", "w") as log, bucket_process(*command, limit_s=3600, stderr=log, cwd=folder) as process:
         # Its log goes to a file, so that a full pipe never stops it.
         yield url
-
 
 @pytest.fixture(scope="module")
 def bucket_served(tmp_path_factory):
@@ -143,20 +144,18 @@ def bucket_served(tmp_path_factory):
     with bucket_serving(folder) as url:
         yield url, folder
 
-
 @contextlib.contextmanager
 def bucket_serving(folder, **env):
-    with bucket_process(sys.executable, BUCKET_PY, "serve", str(folder), "--listen", "127.0.0.1:0", env=bucket_env(**env)) as process:
+    with bucket_process(sys.executable, BUCKET_PY, "serve", str(folder), "--listen", "127.0.0.1:0", limit_s=3600,
+                        env=bucket_env(**env)) as process:
         ready = process.stdout.readline()
         assert ready.startswith("ready role=serve url=http://127.0.0.1:"), ready
         yield ready.split("url=")[1].strip()
-
 
 def bucket_boto(url):
     return boto3.client("s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id=BUCKET_KEYS["AWS_ACCESS_KEY_ID"],
                         aws_secret_access_key=BUCKET_KEYS["AWS_SECRET_ACCESS_KEY"],
                         config=boto3.session.Config(retries={"max_attempts": 0}, connect_timeout=1, proxies={}))
-
 
 @pytest.fixture(params=["file", "serve", "seaweedfs"])
 def any_bucket(request, bucket_aws, tmp_path):
@@ -167,7 +166,6 @@ def any_bucket(request, bucket_aws, tmp_path):
     if request.param == "serve":
         return bucket.open_bucket(f"{request.getfixturevalue('bucket_served')[0]}/tests/{name}")
     return bucket.open_bucket(f"{request.getfixturevalue('bucket_weed')()}/tests/{name}")
-
 
 class BucketFaults:
     """A server between client and store that misbehaves as told: `script` holds one fault (or None) for each request to come."""
@@ -229,7 +227,6 @@ class BucketFaults:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-
 @pytest.fixture
 def bucket_faults(bucket_served, bucket_aws, bucket_fast):
     faults = BucketFaults(bucket_served[0].removeprefix("http://"))
@@ -238,10 +235,8 @@ def bucket_faults(bucket_served, bucket_aws, bucket_fast):
     faults.server.shutdown()
     faults.server.server_close()
 
-
 BUCKET_BAD_KEYS = ["", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/.", "a\\b", "a\nb", "a\0b", "\x7f", "\ud800", "\uffff",
                    ".tmp-a", "a/.tmp-b", "a" * 256, "/".join(["a" * 200] * 5), None, 7, b"a"]
-
 
 @pytest.mark.parametrize("key", BUCKET_BAD_KEYS, ids=lambda key: ascii(key)[:12])
 def test_a_bad_key_is_refused_before_any_io(key, tmp_path, bucket_aws):
@@ -251,7 +246,6 @@ def test_a_bad_key_is_refused_before_any_io(key, tmp_path, bucket_aws):
             with pytest.raises(bucket.BadKey):
                 attempt()
     assert not (tmp_path / "none").exists()
-
 
 @given(strategies.text(max_size=20) | strategies.text("./\\~%+ aü\0", max_size=12))
 @settings(max_examples=80, deadline=None)
@@ -266,7 +260,6 @@ def test_any_text_is_a_key_that_stays_inside_the_folder_or_is_refused(tmp_path_f
     assert os.listdir(folder) == ["in"]
     store.delete(key)
     assert os.listdir(folder / "in") == []
-
 
 def test_an_address_says_which_kind_of_bucket_and_where(bucket_aws, monkeypatch, tmp_path):
     assert bucket.open_bucket(str(tmp_path / "a b")).root == tmp_path / "a b"
@@ -291,15 +284,12 @@ def test_an_address_says_which_kind_of_bucket_and_where(bucket_aws, monkeypatch,
         with pytest.raises(bucket.BadKey):
             bucket.open_bucket(address)
 
-
 def test_json_is_sorted_newline_ended_and_without_nan():
     assert bucket.to_json({"b": 1, "a": [1.5, None]}) == b'{"a": [1.5, null], "b": 1}\n'
     with pytest.raises(ValueError):
         bucket.to_json(float("nan"))
 
-
 # Every kind of bucket
-
 
 @pytest.mark.parametrize("data", [b"", b"a", bytes(range(256)) * 8192], ids=["empty", "byte", "2MiB"])
 def test_an_object_reads_back_as_written(any_bucket, data):
@@ -308,7 +298,6 @@ def test_an_object_reads_back_as_written(any_bucket, data):
     any_bucket.put("members/x", data)
     assert any_bucket.get("groups/x") == any_bucket.get("members/x") == data
 
-
 def test_odd_keys_are_kept_and_listed_in_byte_order(any_bucket):
     keys = ["+", "a b", "a%2Fb", "a&b=c", "a'<b>", "a+b", "a..b", "a~b", "b/~/c d/%7E", "...", "é", "漢字/🙂"]
     for key in keys:
@@ -316,13 +305,11 @@ def test_odd_keys_are_kept_and_listed_in_byte_order(any_bucket):
     assert {key: any_bucket.get(key) for key in keys} == {key: key.encode() for key in keys}
     assert list(any_bucket.list()) == sorted(keys, key=str.encode)
 
-
 def test_a_taken_key_is_refused_and_keeps_its_bytes(any_bucket):
     assert any_bucket.put_new("steps/000001.json", b"first") is True
     assert any_bucket.put_new("steps/000001.json", b"second, and longer") is False
     assert any_bucket.put_new("steps/000001.json", b"first") is False
     assert any_bucket.get("steps/000001.json") == b"first"
-
 
 def test_of_32_racing_writers_one_wins_and_its_bytes_stay(any_bucket):
     start = threading.Barrier(32)
@@ -335,7 +322,6 @@ def test_of_32_racing_writers_one_wins_and_its_bytes_stay(any_bucket):
         won = list(pool.map(write, range(32)))
     assert sum(won) == 1 and any_bucket.get("steps/000001.json") == b"%d" % won.index(True) * 1000
 
-
 def test_what_is_missing_is_not_found_and_deleting_it_is_no_error(any_bucket):
     with pytest.raises(bucket.NotFound):
         any_bucket.get("steps/000001.json")
@@ -345,7 +331,6 @@ def test_what_is_missing_is_not_found_and_deleting_it_is_no_error(any_bucket):
     any_bucket.delete("steps/000001.json")
     any_bucket.delete("steps/000001.json")
     assert list(any_bucket.list()) == [] and any_bucket.put_new("steps/000001.json", b"2")
-
 
 def test_2500_keys_are_listed_in_order_over_pages_and_followed_from_any(any_bucket, bucket_served):
     """A page has 1,000. Folders are filled directly, as only listing is the matter here; SeaweedFS in pages of 250, to be quick."""
@@ -365,7 +350,6 @@ def test_2500_keys_are_listed_in_order_over_pages_and_followed_from_any(any_buck
     assert list(any_bucket.list("groups/", start_after=f"{keys[-9]}~")) == keys[-8:]
     assert list(any_bucket.list("groups/0006")) == keys[600:700]
 
-
 def test_publishing_twice_changes_nothing_and_other_bytes_are_refused(any_bucket):
     files = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}", "more/a b": b""}
     assert any_bucket.publish("adapters/v000007", files, {"step": 7}) is True
@@ -376,7 +360,6 @@ def test_publishing_twice_changes_nothing_and_other_bytes_are_refused(any_bucket
     manifest, got = any_bucket.fetch("adapters/v000007")
     assert got == files and manifest["step"] == 7 and manifest["format"] == "async-grpo-manifest" and manifest["version"] == 1
     assert manifest["files"]["adapter_config.json"] == {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
-
 
 def test_of_8_racing_publishers_one_creates_and_the_rest_agree(any_bucket):
     start, files = threading.Barrier(8), {"a": b"1" * 100_000, "b": b"2"}
@@ -389,7 +372,6 @@ def test_of_8_racing_publishers_one_creates_and_the_rest_agree(any_bucket):
         assert sorted(pool.map(publish, range(8))) == [False] * 7 + [True]
     assert any_bucket.fetch("adapters/v000001")[1] == files
     assert list(any_bucket.list()) == [f"adapters/v000001/{name}" for name in ("a", "b", "manifest.json")]
-
 
 def test_a_manifest_seen_before_its_files_is_waited_for(any_bucket, tmp_path):
     """CASE 10: a store that reorders. The file is written when, and only when, the reader has missed it."""
@@ -413,14 +395,12 @@ def test_a_manifest_seen_before_its_files_is_waited_for(any_bucket, tmp_path):
         any_bucket.put("p/b", b"22")
         assert fetched.result(30)[1] == {"a": b"1", "b": b"22"}
 
-
 @pytest.mark.parametrize("damage", [b"", b"2", b"333", b"22222"], ids=["empty", "short", "flipped", "long"])
 def test_damaged_files_are_never_returned(any_bucket, damage):
     any_bucket.publish("p", {"a": b"1", "b": b"222"})
     any_bucket.put("p/b", damage)
     with pytest.raises(bucket.Corrupt, match=r"p/b"):
         any_bucket.fetch("p", wait_s=0.1)
-
 
 @pytest.mark.parametrize("manifest", [
     b"", b"[]", b"{}", b"null", b"\xff", b'{"format": "async-grpo-manifest", "version": 2, "files": {}}',
@@ -433,7 +413,6 @@ def test_a_manifest_that_is_not_ours_is_corrupt(tmp_path, manifest):
     store.put("p/manifest.json", manifest)
     with pytest.raises(bucket.Corrupt, match="p/manifest.json"):
         store.fetch("p", wait_s=0)
-
 
 def test_what_is_pruned_during_a_fetch_is_not_found_and_not_waited_for(any_bucket):
     any_bucket.publish("adapters/v000001", {"a": b"1", "b": b"2"})
@@ -449,7 +428,6 @@ def test_what_is_pruned_during_a_fetch_is_not_found_and_not_waited_for(any_bucke
     with pytest.raises(bucket.NotFound):
         any_bucket.fetch("adapters/v000001", wait_s=60)
 
-
 def test_pruning_takes_the_manifest_first(any_bucket):
     any_bucket.publish("adapters/v000001", {"a": b"1", "z": b"2"})
     any_bucket.put("adapters/v000002/a", b"other")
@@ -459,10 +437,8 @@ def test_pruning_takes_the_manifest_first(any_bucket):
     assert deleted == [f"adapters/v000001/{name}" for name in ("manifest.json", "a", "z")]
     assert list(any_bucket.list()) == ["adapters/v000002/a"]
 
-
 def test_the_probe_finds_that_create_if_absent_is_honoured_and_leaves_nothing(any_bucket):
     assert any_bucket.probe() is True and any_bucket.conditional and list(any_bucket.list()) == []
-
 
 def test_check_prints_a_table_of_guarantees_that_all_hold(any_bucket, capsys):
     assert bucket.main(["check", any_bucket.address]) == 0
@@ -470,9 +446,7 @@ def test_check_prints_a_table_of_guarantees_that_all_hold(any_bucket, capsys):
     assert len(lines) >= 11 and all(line.startswith("ok  ") for line in lines)
     assert list(any_bucket.list()) == []
 
-
 # A folder
-
 
 def test_a_file_listing_equals_sorting_all_keys_by_their_bytes(tmp_path):
     """Oracle: list = sort, filter by prefix, filter by start_after; also where a folder's name begins a neighbour's."""
@@ -487,7 +461,6 @@ def test_a_file_listing_equals_sorting_all_keys_by_their_bytes(tmp_path):
         prefix, after = key[:draw.randint(0, len(key))], draw.choice(["", other, other[:-1], other + "/", other + "~", "zz", key])
         assert list(store.list(prefix, after)) == [key for key in keys if key.startswith(prefix) and key > after]
 
-
 def test_listing_a_prefix_reads_no_other_folder(tmp_path, monkeypatch):
     store = bucket.open_bucket(tmp_path)
     for key in "groups/a", "steps/000001.json", "parts/000001/000", "parts/000002/000", "parts/000003/000", "parts2/x":
@@ -498,7 +471,6 @@ def test_listing_a_prefix_reads_no_other_folder(tmp_path, monkeypatch):
     read.clear()
     assert list(store.list("parts/", start_after="parts/000002/000")) == ["parts/000003/000"]
     assert read == ["parts", "parts/000002", "parts/000003"]
-
 
 def test_32_writers_in_4_processes_have_one_winner_per_key(tmp_path):
     code = """if True:
@@ -521,7 +493,6 @@ def test_32_writers_in_4_processes_have_one_winner_per_key(tmp_path):
     assert sorted(int(key) for key, _ in won) == list(range(20))
     store = bucket.open_bucket(tmp_path)
     assert all(store.get(f"steps/{key}") == writer.encode() for key, writer in won)
-
 
 @pytest.mark.parametrize("call", ["put", "put_new"])
 def test_a_killed_writer_leaves_the_old_object(tmp_path, call):
@@ -547,7 +518,6 @@ def test_a_killed_writer_leaves_the_old_object(tmp_path, call):
     else:
         assert list(store.list()) == [] and store.put_new("members/a", b"new")
 
-
 def test_a_killed_publisher_leaves_nothing_and_the_next_succeeds(tmp_path):
     code = f"""if True:
         import os, sys, bucket
@@ -562,7 +532,6 @@ def test_a_killed_publisher_leaves_nothing_and_the_next_succeeds(tmp_path):
     store = bucket.open_bucket(tmp_path)
     assert list(store.list()) == [] and store.publish("adapters/v000001", {"a": b"2"})
     assert store.fetch("adapters/v000001")[1] == {"a": b"2"}
-
 
 def test_bytes_are_durable_before_their_name_and_the_folder_after_it(tmp_path, monkeypatch):
     """The order is the crash-safety argument, so it is recorded at the system calls."""
@@ -589,7 +558,6 @@ def test_bytes_are_durable_before_their_name_and_the_folder_after_it(tmp_path, m
     assert calls[-2:] == [("rename", "adapters/v1"), ("fsync", "adapters")]
     assert ("fsync", "whole") in [(name, Path(path).name) for name, path in calls]
 
-
 def test_listings_never_show_an_unfinished_object_or_adapter(tmp_path):
     """A reader lists and reads as fast as it can while a writer publishes: whatever it sees is complete."""
     store, done, seen = bucket.open_bucket(tmp_path), threading.Event(), 0
@@ -611,7 +579,6 @@ def test_listings_never_show_an_unfinished_object_or_adapter(tmp_path):
         writing.result()
     assert seen > 40
 
-
 def test_writing_goes_on_while_emptied_folders_vanish(tmp_path):
     """`delete` removes a folder with its last object; a writer that had just made sure of it must not fail."""
     store = bucket.open_bucket(tmp_path)
@@ -624,7 +591,6 @@ def test_writing_goes_on_while_emptied_folders_vanish(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(churn, range(4)))
     assert os.listdir(tmp_path) == []
-
 
 @pytest.mark.parametrize("lacking", [["link"], ["link", "rename", "replace", "chmod"]], ids=["links", "links, rename and chmod"])
 def test_a_mount_without(tmp_path, monkeypatch, lacking, caplog):
@@ -646,7 +612,6 @@ def test_a_mount_without(tmp_path, monkeypatch, lacking, caplog):
     assert store.probe() is False and store.conditional is False
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
-
 def test_an_object_and_objects_below_it_cannot_share_a_folder_bucket(tmp_path):
     store = bucket.open_bucket(tmp_path)
     store.put("a", b"")
@@ -660,9 +625,7 @@ def test_an_object_and_objects_below_it_cannot_share_a_folder_bucket(tmp_path):
         store.delete(key)
     assert list(store.list()) == ["a", "b/c"]
 
-
 # The S3 client
-
 
 def test_the_signature_is_that_of_amazons_worked_examples():
     """The examples of [2] and its sibling pages, on examplebucket at 20130524T000000Z."""
@@ -672,21 +635,6 @@ def test_the_signature_is_that_of_amazons_worked_examples():
     assert sign("/test.txt", [], {**signed, "range": "bytes=0-9"}) == "f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
     assert sign("/", [("lifecycle", "")], signed) == "fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543"
     assert sign("/", [("prefix", "J"), ("max-keys", "2")], signed) == "34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7"
-
-
-@given(strategies.text("ab/~ +%é-._=&'(", min_size=1, max_size=20), strategies.dictionaries(strategies.text("a-=b %é+/", min_size=1, max_size=5),
-                                                                                           strategies.text("a-b %é+/~", max_size=9), max_size=4))
-@settings(max_examples=60, deadline=None)
-def test_the_signature_is_botocores(path, query):
-    path = "/" + bucket.quote(path)
-    request = botocore.awsrequest.AWSRequest("PUT", f"http://h:9000{path}", params=query, data=b"x", headers={"If-None-Match": "*"})
-    request.headers["x-amz-content-sha256"] = hashlib.sha256(b"x").hexdigest()
-    auth = botocore.auth.S3SigV4Auth(botocore.credentials.Credentials("K", "S", "T"), "s3", "eu-west-1")
-    auth.add_auth(request)
-    names = re.search("SignedHeaders=([^,]*)", request.headers["Authorization"])[1].split(";")
-    signed = {name: request.headers.get(name, "h:9000") for name in names}
-    assert bucket.signature("S", "eu-west-1", "PUT", path, query.items(), signed) == request.headers["Authorization"][-64:]
-
 
 @pytest.mark.parametrize("fault", ["500", "503", "502", "429", "409", "408", "drop", "cut", "lost"])
 def test_a_passing_fault_is_tried_again(bucket_faults, fault, caplog):
@@ -705,7 +653,6 @@ def test_a_passing_fault_is_tried_again(bucket_faults, fault, caplog):
         assert len(bucket_faults.requests) in (3, 4) and "try 2 of 10" in caplog.text and "try 3 of 10" in caplog.text
     assert fault == "cut" or store.get("steps/1") == b"mine"
 
-
 @pytest.mark.parametrize("fault", ["lost", "500 landed"])
 def test_the_412_of_ones_own_earlier_try_is_a_success(bucket_faults, fault):
     """CASE 14: the first try landed, its reply was lost; the retry is refused by our own object."""
@@ -717,7 +664,6 @@ def test_the_412_of_ones_own_earlier_try_is_a_success(bucket_faults, fault):
     assert bucket_faults.bucket.put_new("steps/1", b"theirs") is False
     assert bucket_faults.bucket.get("steps/1") == b"mine"
 
-
 def test_a_store_that_stays_down_is_given_up_after_bounded_tries(bucket_faults, monkeypatch):
     monkeypatch.setattr(bucket, "TRIES", 4)
     bucket_faults.script[:] = ["503"] * 9
@@ -726,7 +672,6 @@ def test_a_store_that_stays_down_is_given_up_after_bounded_tries(bucket_faults, 
     assert len(bucket_faults.requests) == 4 and "\n" not in str(caught.value)
     with pytest.raises(bucket.BucketError, match="Connection refused"):
         bucket.open_bucket("http://127.0.0.1:9/b").get("a")
-
 
 def test_refusals_are_not_tried_again_and_say_what_to_do(bucket_faults, monkeypatch):
     store = bucket_faults.bucket
@@ -744,7 +689,6 @@ def test_refusals_are_not_tried_again_and_say_what_to_do(bucket_faults, monkeypa
         store.get("steps/1")
     assert not isinstance(caught.value, bucket.NotFound), "a bucket that does not exist must not look like an empty one"
     assert len(bucket_faults.requests) == 4
-
 
 def test_a_body_that_trickles_or_stalls_is_cut_off_and_read_again(bucket_faults, monkeypatch):
     monkeypatch.setattr(bucket, "STALL_S", 0.2)
@@ -768,7 +712,6 @@ def test_a_body_that_trickles_or_stalls_is_cut_off_and_read_again(bucket_faults,
         start = time.monotonic()
         assert bucket_faults.bucket.get("a") == b"whole" and 0.15 < time.monotonic() - start < 5
     ended.append(True)
-
 
 def test_an_upload_may_take_longer_than_a_time_out(bucket_faults, monkeypatch):
     """A body handed over as bytes would have to leave within CONNECT_S as a whole: 168 MB at 10 MB/s never did."""
@@ -799,14 +742,12 @@ def test_an_upload_may_take_longer_than_a_time_out(bucket_faults, monkeypatch):
     thread.join()
     listener.close()
 
-
 @pytest.mark.parametrize("skew_s", [3600, -3600])
 @pytest.mark.parametrize("any_bucket", ["serve", "seaweedfs"], indirect=True)
 def test_a_wrong_clock_is_corrected_by_the_stores_date(any_bucket, skew_s, bucket_fast, caplog):
     any_bucket.skew_s = skew_s
     assert any_bucket.put_new("a", b"1") and any_bucket.get("a") == b"1"
     assert abs(any_bucket.skew_s) < 5 and caplog.text.count("RequestTimeTooSkewed") == 1
-
 
 @pytest.mark.parametrize("status, headers, body", [
     (301, {"x-amz-bucket-region": "eu-west-3"}, b""),
@@ -821,14 +762,12 @@ def test_a_wrong_region_is_corrected_by_the_stores_answer(bucket_faults, status,
     reply.status_code, reply.headers["x-amz-bucket-region"], reply._content = 301, "eu-west-3", b""
     assert amazon._corrected(reply) and amazon.host == "s3.eu-west-3.amazonaws.com" and not amazon._corrected(reply)
 
-
 def test_netrc_does_not_replace_the_signature(bucket_served, bucket_aws, monkeypatch, tmp_path):
     """requests puts ~/.netrc's password over the Authorization header of a session that trusts the environment."""
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert bucket.requests.utils.get_netrc_auth("http://127.0.0.1/") == ("me", "secret"), "or this tests nothing"
     assert bucket.open_bucket(f"{bucket_served[0]}/netrc").put_new(os.urandom(4).hex(), b"1")
-
 
 def test_requests_carry_the_encoded_key_the_session_token_and_no_dot_segments(bucket_faults, monkeypatch):
     """`~` stays, `%7E` in a key is encoded again, a `..` never gets here; the endpoint's own path stays in front."""
@@ -845,7 +784,6 @@ def test_requests_carry_the_encoded_key_the_session_token_and_no_dot_segments(bu
     assert signed == "host;x-amz-content-sha256;x-amz-date;x-amz-security-token" and headers["x-amz-security-token"] == "token"
     assert headers["x-amz-content-sha256"] == hashlib.sha256(b"1").hexdigest() and headers["host"] == bucket_faults.url[7:]
     assert "content-encoding" not in headers and plain["accept-encoding"] == "identity"
-
 
 def test_credentials_come_from_the_environment_else_from_the_profile(bucket_aws, monkeypatch, tmp_path):
     assert bucket.credentials() == [*BUCKET_KEYS.values(), ""]
@@ -869,12 +807,10 @@ def test_credentials_come_from_the_environment_else_from_the_profile(bucket_aws,
     file.unlink()
     assert bucket.credentials() == ["", "", ""]
 
-
 def test_an_answer_that_is_no_listing_is_an_error_and_no_empty_bucket(bucket_faults):
     bucket_faults.script[:] = [lambda handler: handler.reply(200, {}, b"<html>Sign in<br></html>")]
     with pytest.raises(bucket.BucketError, match="no S3 listing"):
         list(bucket_faults.bucket.list())
-
 
 def test_the_guarantees_hold_when_every_fifth_call_fails(bucket_faults):
     """500, 503, dropped before, lost after, cut: two runs of the check suite, some 120 calls, under load of its own 16 writers."""
@@ -884,7 +820,6 @@ def test_the_guarantees_hold_when_every_fifth_call_fails(bucket_faults):
     bucket_faults.rate = 0
     assert list(bucket_faults.bucket.list()) == []
 
-
 def test_a_store_that_lacks_conditions_serves_one_writer(bucket_faults, caplog):
     """501 as from B2: put_new looks first instead, and says so once."""
     lacking = lambda handler: handler.reply(501, {}, b"<Error><Code>NotImplemented</Code></Error>")
@@ -892,7 +827,6 @@ def test_a_store_that_lacks_conditions_serves_one_writer(bucket_faults, caplog):
     store = bucket_faults.bucket
     assert store.put_new("a", b"1") and not store.put_new("a", b"2") and store.get("a") == b"1"
     assert store.conditional is False and store.probe() is False and caplog.text.count("one learner only") == 1
-
 
 def test_rclone_ignores_conditions_and_the_probe_finds_it(bucket_aws, tmp_path, capsys):
     """CASE 15. After the probe put_new looks before it writes, so that one writer is safe."""
@@ -909,9 +843,7 @@ def test_rclone_ignores_conditions_and_the_probe_finds_it(bucket_aws, tmp_path, 
     out = capsys.readouterr().out
     assert "NO  put_new refuses a taken key" in out and "ok  list has every key" in out
 
-
 # The server
-
 
 def test_boto3_agrees_with_our_server(bucket_served):
     """boto3 as an oracle: what Amazon's own client writes, reads, lists and is refused."""
@@ -946,7 +878,6 @@ def test_boto3_agrees_with_our_server(bucket_served):
             unsupported()
         assert caught.value.response["Error"]["Code"] in ("NotImplemented", "501")
 
-
 def bucket_request(url, method, path, headers={}, body=b"", secret=BUCKET_KEYS["AWS_SECRET_ACCESS_KEY"], date=None, signed_body=None, omit=()):
     """A request with each part of its signature open to falsification: (status, S3 code)."""
     host = url.removeprefix("http://")
@@ -960,7 +891,6 @@ def bucket_request(url, method, path, headers={}, body=b"", secret=BUCKET_KEYS["
         connection.request(method, path, body, {**signed, "Authorization": authorization, **headers})
         reply = connection.getresponse()
         return reply.status, (re.findall(r"<Code>(\w+)</Code>", reply.read().decode()) or [""])[0]
-
 
 def test_only_what_the_keys_signed_passes(bucket_served):
     url, folder = bucket_served
@@ -977,7 +907,6 @@ def test_only_what_the_keys_signed_passes(bucket_served):
         with contextlib.suppress(KeyError):
             assert bucket_request(url, "GET", "/auth/a", omit=[name]) == (403, "AccessDenied")
     assert sorted(path.name for path in (folder / "auth").iterdir()) == ["a", "c"]
-
 
 @pytest.mark.parametrize("path", ["/../secret", "/b/../../secret", "/b/..%2f..%2fsecret", "/%2e%2e/secret", "/b/%2e%2e/%2e%2e/secret", "//../secret",
                                   "/b/..\\..\\secret", "/b/%5c..%5csecret", "/b/%00", "/b/.tmp-x", "/b//secret", "/b/%ff/..", "/..", "/.", "b", "*",
@@ -998,7 +927,6 @@ def test_no_path_leads_out_of_the_served_folder(path, tmp_path, bucket_open):
     assert sorted(folder.parent.iterdir()) == before and (folder.parent / "secret").read_text() == "secret"
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
-
 @pytest.fixture(scope="module")
 def bucket_open(tmp_path_factory):
     """Our server without keys, which loopback may have: (url, folder)."""
@@ -1006,7 +934,6 @@ def bucket_open(tmp_path_factory):
     folder.mkdir()
     with bucket_serving(folder, AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY="") as url:
         yield url, folder
-
 
 @pytest.mark.parametrize("request_text, status", [
     (b"GET /b/k HTTP/1.1\r\nHost: h\r\n" + b"x: y\r\n" * 200 + b"\r\n", 431), (b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\n\r\n", 414),
@@ -1019,7 +946,6 @@ def test_requests_out_of_bounds_are_refused(request_text, status, bucket_open):
         connection.sendall(request_text)
         assert re.search(rb"(?s)^HTTP/1.1 %d |<p>Error code: %d</p>|Error code: %d" % (status, status, status), connection.recv(65536))
 
-
 def test_an_upload_cut_short_stores_nothing(bucket_open):
     url, folder = bucket_open
     with socket.create_connection(url.removeprefix("http://").split(":"), timeout=10) as connection:
@@ -1028,7 +954,6 @@ def test_an_upload_cut_short_stores_nothing(bucket_open):
         assert b" 400 " in connection.recv(65536)
     assert os.listdir(folder / "cut") == []
     (folder / "cut").rmdir()
-
 
 def test_a_refused_upload_keeps_the_connection_and_a_call_takes_no_40_ms(bucket_served, bucket_aws):
     """Nagle's algorithm against delayed acknowledgements would cost 40 ms a call; an unread body would garble the next request."""
@@ -1046,7 +971,6 @@ def test_a_refused_upload_keeps_the_connection_and_a_call_takes_no_40_ms(bucket_
             assert reply.status == 403 and b"AccessDenied" in reply.read() and connection.sock
     pools = store._connection.session.get_adapter("http://").poolmanager.pools
     assert [pools[key].num_connections for key in pools.keys()] == [1] and sorted(took)[7] < 0.03
-
 
 def test_a_large_object_passes_the_server_in_bounded_memory(tmp_path, bucket_aws):
     """256 MiB here (2 GB by hand), sent and read in pieces; the server's peak memory is read from the kernel."""
@@ -1066,7 +990,6 @@ def test_a_large_object_passes_the_server_in_bounded_memory(tmp_path, bucket_aws
         assert total == size and peak() - before < 32 << 20
         connection.close()
 
-
 def test_an_open_server_is_refused_without_keys(tmp_path):
     for listen, env in [("0.0.0.0:0", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}), ("127.0.0.1:0", {"AWS_SECRET_ACCESS_KEY": ""}),
                         ("127.0.0.1", {}), ("127.0.0.1:x", {}), (":0", {}), ("127.0.0.1:70000", {})]:
@@ -1074,9 +997,7 @@ def test_an_open_server_is_refused_without_keys(tmp_path):
                                 capture_output=True, text=True, timeout=20)
         assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1 and listen in result.stderr
 
-
 # The command line
-
 
 def test_commands_copy_list_and_remove(bucket_served, bucket_aws, tmp_path, capfdbinary):
     address = f"{bucket_served[0]}/commands"
@@ -1090,7 +1011,6 @@ def test_commands_copy_list_and_remove(bucket_served, bucket_aws, tmp_path, capf
     assert bucket.main(["rm", address, "d/c"]) == 0 and list(bucket.open_bucket(address).list()) == ["d/a b"]
     assert bucket.main(["rm", address, "d/"]) == 0 and list(bucket.open_bucket(address).list()) == []
 
-
 @pytest.mark.parametrize("arguments, code", [
     ([], 2), (["fly"], 2), (["ls"], 2), (["ls", "ftp://x/y"], 2), (["get", "DIR", "../a"], 2), (["get", "DIR", "a"], 1), (["mirror", "DIR"], 2),
     (["put", "DIR", "a", "DIR/none"], 1), (["get", "DIR", "a", "--what"], 2), (["--help"], 0), (["serve", "--help"], 0)])
@@ -1099,7 +1019,6 @@ def test_a_mistake_is_one_line_and_exit_2_and_a_failing_world_is_exit_1(argument
     result = subprocess.run([sys.executable, BUCKET_PY, *arguments], env=bucket_env(), capture_output=True, text=True, timeout=20)
     assert result.returncode == code and "Traceback" not in result.stderr
     assert result.stderr.count("\n") == (1 if code else 0)
-
 
 def test_a_mirror_holds_whole_verified_adapters_and_prunes_them(any_bucket, tmp_path, capsys):
     local = tmp_path / "local"
@@ -1118,7 +1037,6 @@ def test_a_mirror_holds_whole_verified_adapters_and_prunes_them(any_bucket, tmp_
     assert bucket.main(["mirror", any_bucket.address, str(local), "--once"]) == 0
     assert names() == ["mine", "v000002", "v000003"], "an empty listing is rather a wrong address than a pruned run"
 
-
 def test_a_mirror_never_shows_a_damaged_adapter_and_resumes(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(bucket, "LATE_FILE_S", 0.0)
     store, local = bucket.open_bucket(tmp_path / "run"), tmp_path / "local"
@@ -1134,14 +1052,12 @@ def test_a_mirror_never_shows_a_damaged_adapter_and_resumes(tmp_path, monkeypatc
     assert mirror() == 0 and sorted(os.listdir(local / "adapters/v000001")) == ["a", "b", "manifest.json"]
     assert sorted(os.listdir(local / "adapters")) == ["v000001", "v000002"]
 
-
 def test_a_mirror_refuses_a_folder_of_another_run(tmp_path, capsys):
     for run in "one", "other":
         bucket.open_bucket(tmp_path / run).publish("adapters/v000001", {"a": run.encode()})
     assert bucket.main(["mirror", str(tmp_path / "one"), str(tmp_path / "local"), "--once"]) == 0
     assert bucket.main(["mirror", str(tmp_path / "other"), str(tmp_path / "local"), "--once"]) == 1
     assert "another run" in capsys.readouterr().err and (tmp_path / "local/adapters/v000001/a").read_bytes() == b"one"
-
 
 def test_a_running_mirror_follows_the_bucket_and_outlives_an_outage(tmp_path):
     """The server of the bucket is killed and started again between two adapters."""
@@ -1152,16 +1068,630 @@ def test_a_running_mirror_follows_the_bucket_and_outlives_an_outage(tmp_path):
         code = "import bucket, sys; bucket.TRIES, bucket.PAUSE_S = 2, 0.01; sys.exit(bucket.main())"
         command = [sys.executable, "-c", code, "mirror", f"{url}/run", str(tmp_path / "local"), "--every-s", "0.05"]
         with bucket_process(*command, env=bucket_env(), cwd=Path(BUCKET_PY).parent, stderr=subprocess.PIPE) as follower:
-            assert [follower.stdout.readline() for _ in range(2)] == [f"ready role=mirror dir={tmp_path}/local/adapters\n", "mirrored v000001\n"]
+            assert follower.stdout.readline() == "mirrored v000001\n"
             server.kill()
-            while "trying again" not in follower.stderr.readline():
-                pass
+            assert any("trying again" in line for line in follower.stderr)
             store.publish("adapters/v000002", {"a": b"2"})
             with bucket_process(sys.executable, BUCKET_PY, "serve", str(tmp_path), "--listen", url[7:], env=bucket_env()):
                 assert follower.stdout.readline() == "mirrored v000002\n"
                 follower.send_signal(signal.SIGINT)
                 assert follower.wait(10) == 0
             follower.stderr.close()
+
+
+# ================================================================ 2. LoRA, adapter files, sampler
+
+
+# ---------------------------------------------------------------- lora.py: layers, files, sampler
+
+
+
+LORA_MODELS = ("llama", "qwen2", "gemma3", "gpt2")
+LORA_LISTS = {"llama": ["q_proj", "down_proj"], "qwen2": ["v_proj", "up_proj"], "gemma3": ["self_attn.o_proj"], "gpt2": ["c_attn"]}
+LORA_V = 96
+
+def lora_model(kind="llama", **changes):
+    """A tiny random model. Weights are large (std 0.2 to 0.3), so that attention and adapters matter to the logits."""
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    shape = dict(vocab_size=LORA_V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=False) | changes
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=LORA_V, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2,
+                                         bos_token_id=1, eos_token_id=1)
+        return transformers.GPT2LMHeadModel(config).eval()
+    if kind == "gemma3":
+        shape = dict(layer_types=["full_attention"] * 2, head_dim=16) | shape
+    name = {"llama": "Llama", "qwen2": "Qwen2", "gemma3": "Gemma3"}[kind]
+    config = getattr(transformers, name + ("TextConfig" if kind == "gemma3" else "Config"))(**shape)
+    return getattr(transformers, name + "ForCausalLM")(config).eval()
+
+def lora_adapter(shapes, seed, size=0.3):
+    """A and B both non-zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(shape, generator=generator) * size for key, shape in sorted(shapes.items())}
+
+def lora_sampler(kind="llama", versions=3, slots=None, r=4, **options):
+    model = lora_model(kind)
+    layers = Lora(model, r, 2 * r, slots=slots or versions)
+    sampler = Sampler(model, layers, **({"eos_ids": {1}, "max_rows": 32, "max_len": 64} | options))
+    for version in range(1, versions + 1):
+        sampler.load(f"policy-v{version}", lora_adapter(layers.shapes, version))
+    return sampler
+
+def lora_drain(sampler):
+    while sampler.step():
+        pass
+
+def lora_oracle(sampler, name, prompt, completion, temperature):
+    """log softmax(logits / temperature) of a completion's tokens by one plain forward of prompt + completion."""
+    with torch.no_grad(), sampler.lora.use(None if name is None else sampler._versions[name][0]):
+        logits = sampler.model(torch.tensor([list(prompt) + completion.token_ids])).logits[0, len(prompt) - 1:-1].float()
+    return (logits / (temperature or 1.0)).log_softmax(-1)
+
+IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 79, 32, 38, 46], [27, 18, 28, 18, 28, 45]])
+
+# -- layers
+
+@pytest.mark.parametrize("kind", LORA_MODELS)
+def test_a_fresh_adapter_changes_nothing(kind):
+    model = lora_model(kind)
+    with torch.no_grad():
+        before = model(IDS).logits
+        layers = Lora(model, r=4, alpha=8)
+        layers.load(0, lora.init_adapter(layers.shapes, seed=0))
+        with layers.use(0):
+            assert torch.equal(model(IDS).logits, before)
+        assert torch.equal(model(IDS).logits, before)
+
+def test_the_base_keeps_its_names_and_only_the_trained_slot_gets_gradients():
+    model = lora_model()
+    names = list(model.state_dict())
+    layers = Lora(model, r=4, alpha=8, slots=2)
+    assert list(model.state_dict()) == names and not any(p.requires_grad for p in model.parameters())
+    for slot in (0, 1):
+        layers.load(slot, lora_adapter(layers.shapes, slot))
+    layers.train(1)
+    with layers.use(1):
+        model(IDS).logits.square().mean().backward()
+    assert all(p.grad is None for p in model.parameters()) and all(p.grad is None for p in layers.parameters(0).values())
+    assert all(p.grad.abs().max() > 0 for p in layers.parameters(1).values())
+
+@pytest.mark.parametrize("conv", [False, True])
+def test_gradients_equal_autograd_of_the_written_formula(conv):
+    """y = x W^T + b + (alpha / r) (x A^T) B^T, in float64-free fp32: equal up to the order of additions."""
+    torch.manual_seed(0)
+    base = Conv1D(5, 7) if conv else torch.nn.Linear(7, 5)
+    base.bias.data.normal_()
+    model = torch.nn.ModuleDict({"layer": base})
+    model.get_output_embeddings = lambda: None
+    layers = Lora(model, r=3, alpha=6)
+    layers.load(0, lora_adapter(layers.shapes, 1))
+    layers.train(0)
+    x, target = torch.randn(2, 4, 7, requires_grad=True), torch.randn(2, 4, 5)
+    with layers.use(0):
+        y = base(x)
+    ((y - target) ** 2).sum().backward()
+    A, B = (layers.parameters(0)[f"base_model.model.layer.lora_{side}.weight"] for side in "AB")
+    a, b, x2 = (t.detach().clone().requires_grad_() for t in (A, B, x))
+    W = base.weight.T if conv else base.weight
+    written = x2 @ W.T + base.bias + (6 / 3) * (x2 @ a.T) @ b.T
+    ((written - target) ** 2).sum().backward()
+    for ours, oracle in ((y, written), (A.grad, a.grad), (B.grad, b.grad), (x.grad, x2.grad)):
+        torch.testing.assert_close(ours, oracle, rtol=1e-5, atol=1e-4)
+
+@pytest.mark.parametrize("kind", LORA_MODELS)
+def test_a_batch_of_mixed_versions_equals_each_version_alone(kind):
+    model = lora_model(kind)
+    layers = Lora(model, r=4, alpha=8, slots=4)
+    for slot in (0, 1, 3):
+        layers.load(slot, lora_adapter(layers.shapes, slot))
+    with torch.no_grad():
+        with layers.use([3, -1, 0]):
+            mixed = model(IDS).logits
+        with layers.use(torch.tensor([1, 1, -1])):
+            other = model(IDS).logits
+        alone = {}
+        for slot in (0, 1, 3, None):
+            with layers.use(slot):
+                alone[slot] = model(IDS).logits
+    torch.testing.assert_close(mixed, torch.stack([alone[3][0], alone[None][1], alone[0][2]]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(other, torch.stack([alone[1][0], alone[1][1], alone[None][2]]), rtol=0, atol=1e-4)
+    assert (alone[0] - alone[1]).abs().max() > 1e-2
+
+def test_an_overflow_in_one_version_stays_out_of_the_others():
+    model = lora_model()
+    layers = Lora(model, r=4, alpha=8, slots=2)
+    layers.load(0, lora_adapter(layers.shapes, 0))
+    layers.load(1, {key: torch.full(shape, 3e38) for key, shape in layers.shapes.items()})
+    with torch.no_grad():
+        with layers.use([0, 1, 0]):
+            mixed = model(IDS).logits
+        with layers.use(0):
+            alone = model(IDS).logits
+    assert not mixed[1].isfinite().all()
+    torch.testing.assert_close(mixed[[0, 2]], alone[[0, 2]], rtol=0, atol=1e-4)
+
+@pytest.mark.parametrize("kind", LORA_MODELS)
+def test_merged_equals_unmerged(kind):
+    model = lora_model(kind)
+    merged = copy.deepcopy(model)
+    layers = Lora(model, r=4, alpha=8)
+    tensors = lora_adapter(layers.shapes, 1)
+    layers.load(0, tensors)
+    lora.merge(merged, tensors, alpha=8, r=4, dtype=torch.float32)
+    with torch.no_grad(), layers.use(0):
+        torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=0, atol=1e-4)
+
+def test_an_update_too_small_for_bf16_weights_survives_because_merging_is_in_fp32():
+    """1 + 2^-9 is no bf16 number: added to a bf16 weight a first half vanishes; merged in fp32 from both it stays."""
+    layer = torch.nn.ModuleDict({"layer": torch.nn.Linear(1, 1, bias=False)})
+    layer["layer"].weight.data.fill_(1.0)
+    tensors = {"base_model.model.layer.lora_A.weight": torch.full((2, 1), 2.0 ** -8), "base_model.model.layer.lora_B.weight": torch.ones(1, 2)}
+    assert lora.merge(layer, tensors, alpha=2, r=2, dtype=torch.bfloat16)["layer"].weight.item() == 1 + 2 ** -7
+
+def test_a_forward_with_the_adapter_off_adds_no_operation():
+    model = lora_model()
+    with torch.no_grad(), torch.profiler.profile() as plain:
+        model(IDS)
+    layers = Lora(model, r=4, alpha=8)
+    with torch.no_grad(), torch.profiler.profile() as off, layers.use(None):
+        model(IDS)
+    assert sum(e.count for e in off.key_averages()) == sum(e.count for e in plain.key_averages())
+
+# -- files
+
+@pytest.mark.parametrize("r", [1, 4, 8])
+@pytest.mark.parametrize("targets", ["all-linear", "list"])
+@pytest.mark.parametrize("kind", LORA_MODELS)
+def test_our_adapter_in_peft_and_pefts_in_ours_give_equal_logits(kind, targets, r, tmp_path):
+    peft = pytest.importorskip("peft")
+    warnings.simplefilter("ignore")
+    targets = LORA_LISTS[kind] if targets == "list" else targets
+    model = lora_model(kind)
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules=targets, task_type="CAUSAL_LM"))
+    for key, parameter in theirs.named_parameters():
+        if "lora_B" in key:
+            parameter.data.normal_(std=0.2)
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    tensors, config = lora.read_adapter({p.name: p.read_bytes() for p in (tmp_path / "theirs").iterdir() if p.is_file()})
+    ours = copy.deepcopy(model)
+    layers = Lora(ours, r, config["lora_alpha"], targets)
+    layers.load(0, tensors)
+    with torch.no_grad(), layers.use(0):
+        torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=1e-5)
+
+    tensors = lora_adapter(layers.shapes, 1)
+    layers.load(0, tensors)
+    (tmp_path / "ours").mkdir()
+    for name, data in lora.adapter_files(layers.parameters(0), r, 2 * r, targets, "base").items():
+        (tmp_path / "ours" / name).write_bytes(data)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "ours")
+    with torch.no_grad(), layers.use(0):
+        torch.testing.assert_close(loaded(IDS).logits, ours(IDS).logits, rtol=0, atol=1e-5)
+
+def test_adapter_files_are_equal_bytes_and_come_back_bit_identical():
+    layers = Lora(lora_model(), r=4, alpha=8)
+    tensors = lora_adapter(layers.shapes, 1)
+    files = lora.adapter_files(tensors, 4, 8, "all-linear", "base")
+    assert files == lora.adapter_files(dict(reversed(tensors.items())), 4, 8, "all-linear", "base")
+    back, config = lora.read_adapter(files)
+    assert back.keys() == tensors.keys() and all(torch.equal(back[key], tensors[key]) for key in back)
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+def test_a_fresh_adapter_is_the_same_for_the_same_seed_and_bounded_as_in_peft():
+    shapes = {"base_model.model.x.lora_A.weight": (8, 400), "base_model.model.x.lora_B.weight": (5, 8)}
+    one, two = lora.init_adapter(shapes, 7), lora.init_adapter(shapes, 7)
+    assert all(torch.equal(one[key], two[key]) for key in shapes)
+    A = one["base_model.model.x.lora_A.weight"]
+    assert 0.0495 < A.abs().max() <= 0.05 and not one["base_model.model.x.lora_B.weight"].any()
+    assert not torch.equal(A, lora.init_adapter(shapes, 8)["base_model.model.x.lora_A.weight"])
+
+LORA_FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+@pytest.mark.parametrize("says, change", [
+    ("use_dora", {"use_dora": True}), ("bias", {"bias": "all"}), ("modules_to_save", {"modules_to_save": ["lm_head"]}),
+    ("use_rslora", {"use_rslora": True}), ("rank_pattern", {"rank_pattern": {"q_proj": 2}}), ("peft_type", {"peft_type": "IA3"}),
+    ("r is", {"r": None}), ("expected rank 2", {"r": 2}), ("lora_alpha", {"lora_alpha": 0})])
+def test_an_adapter_that_is_not_plain_lora_is_refused_by_name(says, change):
+    layers = Lora(lora_model(), r=4, alpha=8)
+    files = lora.adapter_files(lora_adapter(layers.shapes, 1), 4, 8, "all-linear", "base")
+    files["adapter_config.json"] = json.dumps(json.loads(files["adapter_config.json"]) | change).encode()
+    with pytest.raises(AdapterError, match=says):
+        lora.read_adapter(files)
+
+@pytest.mark.parametrize("says, damage", [
+    ("no tensors", lambda t: t.clear()),
+    ("lora_B.weight: the other half", lambda t: t.pop(LORA_FIRST)),
+    ("NaN or infinity", lambda t: t[LORA_FIRST].fill_(math.nan)),
+    ("NaN or infinity", lambda t: t[LORA_FIRST].view(-1)[-1:].fill_(math.inf)),
+    ("expected rank 4", lambda t: t.update({LORA_FIRST: torch.zeros(3, 48)})),
+    ("expected base_model.model", lambda t: [t.update({key.removeprefix("base_model."): t.pop(key)}) for key in list(t)]),
+    ("expected base_model.model", lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(32)})),
+    ("output head", lambda t: t.update({f"base_model.model.lm_head.lora_{x}.weight": torch.zeros(s) for x, s in (("A", (4, 32)), ("B", (96, 4)))})),
+    ("output head or the embeddings", lambda t: t.update({"base_model.model.model.embed_tokens.lora_A.weight": torch.zeros(4, 96)}))])
+def test_a_publisher_and_a_reader_refuse_a_damaged_adapter_naming_the_tensor(says, damage):
+    layers = Lora(lora_model(), r=4, alpha=8)
+    tensors = lora_adapter(layers.shapes, 1)
+    files = lora.adapter_files(tensors, 4, 8, "all-linear", "base")
+    damage(tensors)
+    with pytest.raises(AdapterError, match=says):
+        lora.adapter_files(tensors, 4, 8, "all-linear", "base")
+    files["adapter_model.safetensors"] = safetensors.torch.save({key: t.contiguous() for key, t in tensors.items()})
+    with pytest.raises(AdapterError, match=says):
+        lora.read_adapter(files)
+
+def test_files_that_are_cut_short_or_missing_are_refused():
+    files = lora.adapter_files(lora_adapter(Lora(lora_model(), r=4, alpha=8).shapes, 1), 4, 8, "all-linear", "base")
+    for name, data in files.items():
+        for broken in ({**files, name: data[:len(data) // 2]}, {k: v for k, v in files.items() if k != name}):
+            with pytest.raises(AdapterError, match="incomplete or damaged"):
+                lora.read_adapter(broken)
+
+def test_a_slot_refuses_what_does_not_fit_the_model_and_stays_as_it_was():
+    layers = Lora(lora_model(), r=4, alpha=8)
+    held = lora_adapter(layers.shapes, 1)
+    layers.load(0, held)
+    good, first = lora_adapter(layers.shapes, 2), min(layers.shapes)
+    wide, nan = dict(good), dict(good)
+    wide[first], nan[first] = torch.zeros(4, 33), torch.full(layers.shapes[first], math.nan)
+    missing = {key: t for key, t in good.items() if key != first}
+    for says, bad in ((r"shape \(4, 33\), expected \(4, 48\)", wide), ("NaN", nan), ("missing", missing), ("unknown", {**good, "x": torch.ones(1)})):
+        with pytest.raises(AdapterError, match=says):
+            layers.load(0, bad)
+        assert all(torch.equal(t, held[key]) for key, t in layers.tensors(0).items())
+    with pytest.raises(AdapterError, match="no such linear layer"):
+        Lora(lora_model(), r=4, alpha=8, target_modules=["lm_head"])
+
+# -- logprobs of chosen tokens
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_token_logprobs_equal_autograd_of_log_softmax_in_chunks_of_any_size(temperature, bias):
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(7, 16, requires_grad=True), torch.randn(50, 16), torch.randint(50, (7,))
+    b, upstream = torch.randn(50) if bias else None, torch.randn(7)
+    full = ((hidden @ weight.T + (b if bias else 0)) / temperature).log_softmax(-1)
+    oracle = full.gather(-1, targets[:, None])[:, 0]
+    (gradient,) = torch.autograd.grad((oracle * upstream).sum(), hidden)
+    for chunk in (1, 3, 7, 100):
+        logprobs, entropy = lora.token_logprobs(hidden, weight, b, targets, temperature, chunk)
+        torch.testing.assert_close(logprobs, oracle, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1).detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.autograd.grad((logprobs * upstream).sum(), hidden)[0], gradient, rtol=1e-4, atol=1e-5)
+        assert not entropy.requires_grad
+
+def test_token_logprobs_never_hold_all_logits():
+    """65,536 logits per token, 256 tokens: 64 MB at once. In chunks of 8 the largest array alive is 2 MB (and hidden's 16 KB)."""
+    hidden, weight = torch.randn(256, 16, requires_grad=True), torch.randn(65536, 16)
+    with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
+        lora.token_logprobs(hidden, weight, None, torch.zeros(256, dtype=torch.long), 1.0, 8)[0].sum().backward()
+    assert max(math.prod(shape) for e in profile.events() for shape in e.input_shapes if shape and shape != list(weight.shape)) <= 8 * 65536 + 16 * 65536
+
+def test_token_logprobs_of_no_token_are_empty_and_have_a_gradient():
+    hidden = torch.zeros(0, 16, requires_grad=True)
+    logprobs, entropy = lora.token_logprobs(hidden, torch.randn(50, 16), None, torch.zeros(0, dtype=torch.long))
+    logprobs.sum().backward()
+    assert logprobs.shape == entropy.shape == (0,) and hidden.grad.shape == (0, 16)
+
+def test_a_model_that_scales_or_caps_its_logits_is_refused():
+    for kind in LORA_MODELS:
+        lora.check_head(lora_model(kind))
+    config = transformers.CohereConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                                       logit_scale=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ValueError, match="scales or caps"):
+        lora.check_head(transformers.CohereForCausalLM(config).eval())
+
+# -- sampler
+
+@pytest.mark.parametrize("kind", LORA_MODELS)
+def test_sampler_logprobs_equal_a_full_forward_of_the_same_tokens_and_version(kind):
+    """Mixed versions, prompts, temperatures and lengths in one batch, ended by stop token and by length; fp32, 1e-4."""
+    sampler, rng, jobs = lora_sampler(kind, max_rows=20), random.Random(0), []
+    for seed in range(24):
+        prompt = [rng.randrange(LORA_V) for _ in range(rng.randint(1, 20))]
+        name, temperature = rng.choice([None, "policy-v1", "policy-v2", "policy-v3"]), (0.6, 1.0, 1.3, 0.0)[seed % 4]
+        jobs.append((prompt, name, temperature, sampler.submit(prompt, rng.randint(1, 8), rng.randint(1, 30), temperature, name, seed, stop_ids=(5, 6))))
+    lora_drain(sampler)
+    reasons = set()
+    for prompt, name, temperature, future in jobs:
+        for completion in future.result(0):
+            oracle = lora_oracle(sampler, name, prompt, completion, temperature)
+            ids = torch.tensor(completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), oracle.gather(-1, ids[:, None])[:, 0], rtol=0, atol=1e-4)
+            if temperature == 0:
+                assert torch.equal(oracle.argmax(-1), ids)
+            stops = [t in (1, 5, 6) for t in completion.token_ids]
+            assert not any(stops[:-1]) and stops[-1] == (completion.finish_reason == "stop")
+            reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+    assert sampler.stats()["running"] == sampler.stats()["waiting"] == sampler.stats()["errors"] == 0
+
+def test_a_completion_does_not_depend_on_the_rows_that_join_and_leave_beside_it():
+    sampler = lora_sampler()
+    ask = lambda: sampler.submit([7, 8, 9], 2, 20, 1.0, "policy-v2", seed=11, ignore_eos=True)
+    alone = ask()
+    lora_drain(sampler)
+    crowded, rng = ask(), random.Random(1)
+    for turn in range(15):
+        sampler.submit([rng.randrange(LORA_V) for _ in range(rng.randint(1, 30))], rng.randint(1, 4), rng.randint(1, 5), 1.0, f"policy-v{1 + turn % 3}")
+        sampler.step()
+    lora_drain(sampler)
+    for a, b in zip(alone.result(0), crowded.result(0)):
+        assert a.token_ids == b.token_ids
+        torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
+
+def test_equal_seeds_give_equal_completions_and_the_completions_of_a_group_differ():
+    sampler = lora_sampler()
+    futures = [sampler.submit([7, 8, 9], n, 12, 1.3, "policy-v1", seed=seed) for n, seed in ((4, 5), (4, 5), (2, 5), (4, 6))]
+    lora_drain(sampler)
+    one, two, fewer, other = ([c.token_ids for c in future.result(0)] for future in futures)
+    assert one == two and fewer == one[:2] and other != one and len({tuple(ids) for ids in one}) == 4
+
+def test_the_sampled_frequencies_are_those_of_the_distribution():
+    """20,000 first tokens; chi-square over 96 outcomes has mean 95 and standard deviation 14: below 165 but for 1 in 10^5."""
+    sampler = lora_sampler(max_rows=1000)
+    futures = [sampler.submit([7, 8], 1000, 1, 1.3, "policy-v1", seed=seed, top_logprobs=LORA_V) for seed in range(20)]
+    lora_drain(sampler)
+    completions = [c for future in futures for c in future.result(0)]
+    expected = torch.tensor([completions[0].top_logprobs[0][token] for token in range(LORA_V)]).double().exp() * 20000
+    seen = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=LORA_V)
+    frequent = expected >= 5
+    chi2 = ((seen - expected) ** 2 / expected)[frequent].sum() + (seen[~frequent].sum() - expected[~frequent].sum()) ** 2 / max(expected[~frequent].sum(), 1)
+    assert frequent.sum() > 60 and chi2 < 165
+
+def test_a_token_of_probability_zero_is_never_drawn_at_any_point_of_the_distribution():
+    V = 1000
+    logits = torch.full((6, V), -math.inf)
+    logits[:, [3, 255, 256, 700]] = torch.tensor([0.0, -1.0, 2.0, -3.0])
+    tokens, logprobs, tops = lora.draw(logits, [1.0] * 5 + [0], [0.0, 1e-300, 0.5, 1 - 2 ** -53, 0.9999999, 0.0], top=2)
+    assert tokens.tolist() == [3, 3, 256, 700, 700, 256] and logprobs.isfinite().all()
+    assert tops[1][0].tolist() == [256, 3]
+    wide = torch.randn(4, 50257) * 3
+    for points in torch.rand(50, 4, dtype=torch.float64).tolist() + [[0.0] * 4, [1 - 2 ** -53] * 4]:
+        tokens, logprobs, _ = lora.draw(wide.clone(), [1.0] * 4, points)
+        oracle = wide.double().softmax(-1).cumsum(-1)
+        found = torch.searchsorted(oracle, torch.tensor(points, dtype=torch.float64)[:, None], right=True)[:, 0].clamp(max=50256)
+        assert (oracle.gather(-1, tokens[:, None]) - oracle.gather(-1, found[:, None])).abs().max() < 1e-5
+
+def test_top_logprobs_are_the_likeliest_tokens_under_the_same_distribution():
+    sampler = lora_sampler()
+    future = sampler.submit([7, 8, 9], 1, 4, 0.6, "policy-v1", seed=0, top_logprobs=5, ignore_eos=True)
+    sampler.submit([7, 8], 1, 4, 1.0, seed=0)
+    lora_drain(sampler)
+    (completion,) = future.result(0)
+    oracle = lora_oracle(sampler, "policy-v1", [7, 8, 9], completion, 0.6).topk(5)
+    for top, values, ids in zip(completion.top_logprobs, oracle.values, oracle.indices, strict=True):
+        assert list(top) == ids.tolist()
+        torch.testing.assert_close(torch.tensor(list(top.values())), values, rtol=0, atol=1e-4)
+
+def test_a_completion_of_one_token_and_one_that_is_only_a_stop_token():
+    sampler = lora_sampler()
+    length = sampler.submit([7], 1, 1, 1.0, seed=0, ignore_eos=True)
+    stop = sampler.submit([7], 1, 9, 1.0, seed=0, stop_ids=range(LORA_V))
+    lora_drain(sampler)
+    (a,), (b,) = length.result(0), stop.result(0)
+    assert (a.finish_reason, b.finish_reason) == ("length", "stop") and a.token_ids == b.token_ids and len(a.logprobs) == 1
+
+def test_the_prompt_of_a_group_is_computed_once_even_when_its_requests_come_one_by_one():
+    sampler = lora_sampler()
+    whole = sampler.submit([7, 8, 9], 6, 8, 1.0, "policy-v1", seed=3)
+    lora_drain(sampler)
+    assert sampler.stats()["prompts"] == 1
+    for seed in range(4):
+        sampler.submit([7, 8, 9], 1, 8, 1.0, "policy-v1", seed=seed)
+        sampler.step()
+    lora_drain(sampler)
+    assert sampler.stats()["prompts"] == 1 and sampler.stats()["prefix_hits"] == 4
+    again = sampler.submit([7, 8, 9], 6, 8, 1.0, "policy-v1", seed=3)
+    sampler.submit([7, 8, 9], 1, 8, 1.0, "policy-v2", seed=3)
+    lora_drain(sampler)
+    assert [c.token_ids for c in again.result(0)] == [c.token_ids for c in whole.result(0)] and sampler.stats()["prompts"] == 2
+
+def test_kept_prompts_are_bounded_and_a_name_loaded_anew_never_meets_the_old_ones():
+    sampler = lora_sampler(versions=1, prefix_tokens=10)
+    for first in range(8):
+        sampler.submit([first, 8, 9], 1, 2, 1.0, "policy-v1")
+        lora_drain(sampler)
+        assert sum(len(prompt) for _, prompt in sampler.prefixes) <= 10
+    old = sampler.submit([7, 8, 9], 1, 8, 0.0, "policy-v1", ignore_eos=True)
+    lora_drain(sampler)
+    sampler.unload("policy-v1")
+    sampler.load("policy-v1", lora_adapter(sampler.lora.shapes, 77))
+    new = sampler.submit([7, 8, 9], 1, 8, 0.0, "policy-v1", ignore_eos=True)
+    lora_drain(sampler)
+    oracle = lora_oracle(sampler, "policy-v1", [7, 8, 9], new.result(0)[0], 0.0)
+    assert oracle.argmax(-1).tolist() == new.result(0)[0].token_ids != old.result(0)[0].token_ids
+
+def test_an_unknown_version_is_refused_with_the_names_of_the_live_ones():
+    sampler = lora_sampler(versions=2)
+    with pytest.raises(UnknownVersion, match="policy-v1, policy-v2") as caught:
+        sampler.submit([7], 1, 4, 1.0, "policy-v9")
+    assert caught.value.names == ["policy-v1", "policy-v2"]
+    with pytest.raises(UnknownVersion):
+        sampler.unload("policy-v9")
+
+def test_a_completion_ends_under_the_version_it_began_with():
+    sampler = lora_sampler(versions=2, slots=2)
+    alone = sampler.submit([7, 8], 2, 12, 1.0, "policy-v1", seed=0, ignore_eos=True)
+    lora_drain(sampler)
+    future = sampler.submit([7, 8], 2, 12, 1.0, "policy-v1", seed=0, ignore_eos=True)
+    sampler.step()
+    sampler.unload("policy-v1")
+    with pytest.raises(UnknownVersion):
+        sampler.submit([7, 8], 1, 4, 1.0, "policy-v1")
+    with pytest.raises(AdapterError, match="all 2 slots are in use; live: policy-v2"):
+        sampler.load("policy-v3", lora_adapter(sampler.lora.shapes, 3))
+    lora_drain(sampler)
+    assert [c.token_ids for c in future.result(0)] == [c.token_ids for c in alone.result(0)]
+    sampler.load("policy-v3", lora_adapter(sampler.lora.shapes, 3))
+    assert sampler.names() == ["policy-v2", "policy-v3"]
+
+def test_a_name_means_one_set_of_weights():
+    sampler = lora_sampler(versions=1, slots=2)
+    sampler.load("policy-v1", lora_adapter(sampler.lora.shapes, 1))
+    assert sampler.stats()["loads"] == 1 and sampler.stats()["free_slots"] == 1
+    with pytest.raises(AdapterError, match="one set of weights for ever"):
+        sampler.load("policy-v1", lora_adapter(sampler.lora.shapes, 2))
+
+def test_a_thousand_versions_leave_slots_and_memory_as_they_were():
+    sampler = lora_sampler(versions=0, slots=3)
+    adapters, sizes = [lora_adapter(sampler.lora.shapes, seed) for seed in range(3)], set()
+    for version in range(1000):
+        sampler.load(f"policy-v{version}", adapters[version % 3])
+        if version >= 2:
+            sampler.unload(f"policy-v{version - 2}")
+        if version % 10 == 0:
+            sampler.submit([7, 8, 9], 2, 3, 1.0, f"policy-v{version}")
+            lora_drain(sampler)
+        stats = sampler.stats()
+        sizes.add((stats["kv_bytes"], sum(len(prompt) for _, prompt in sampler.prefixes) <= 4096))
+        assert len(stats["versions"]) <= 2 and stats["free_slots"] >= 1
+    assert len(sizes) <= 2 and stats["loads"] == 1000
+
+def test_cancelling_frees_the_rows_before_the_next_token_and_others_go_on():
+    sampler = lora_sampler(max_rows=4)
+    gone = sampler.submit([7, 8], 3, 50, 1.0, "policy-v1", seed=0, ignore_eos=True)
+    stays = sampler.submit([9, 8], 1, 10, 1.0, "policy-v2", seed=1, ignore_eos=True)
+    waits = sampler.submit([9, 9], 3, 10, 1.0, "policy-v3", seed=2, ignore_eos=True)
+    sampler.step()
+    assert (sampler.stats()["running"], sampler.stats()["waiting"]) == (4, 1)
+    sampler.cancel(gone)
+    sampler.step()
+    assert (sampler.stats()["running"], sampler.stats()["waiting"]) == (4, 0)
+    lora_drain(sampler)
+    with pytest.raises(CancelledError):
+        gone.result(0)
+    for future, name, prompt in ((stays, "policy-v2", [9, 8]), (waits, "policy-v3", [9, 9])):
+        for completion in future.result(0):
+            oracle = lora_oracle(sampler, name, prompt, completion, 1.0).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), oracle, rtol=0, atol=1e-4)
+    assert sampler.stats()["free_slots"] == 0 and sampler.stats()["kv_tokens"] == 0
+
+def test_requests_that_could_never_run_are_refused_at_once():
+    sampler = lora_sampler()
+    for bad in (dict(prompt_ids=[]), dict(prompt_ids=[LORA_V]), dict(prompt_ids=[-1]), dict(prompt_ids=["a"]), dict(n=0), dict(n=33),
+                dict(max_tokens=0), dict(max_tokens=64), dict(temperature=-0.1), dict(temperature=math.nan), dict(top_logprobs=-1)):
+        with pytest.raises(ValueError, match="expected"):
+            sampler.submit(**({"prompt_ids": [7], "name": "policy-v1"} | bad))
+    assert not sampler.step()
+
+def test_a_version_with_infinite_logits_fails_its_own_requests_only():
+    sampler = lora_sampler(versions=2, slots=3)
+    sampler.load("bad", {key: torch.full(shape, 3e38) for key, shape in sampler.lora.shapes.items()})
+    ask = lambda: sampler.submit([7, 8], 2, 10, 1.0, "policy-v1", seed=4, ignore_eos=True)
+    before = ask()
+    lora_drain(sampler)
+    bad, good = sampler.submit([7, 8], 2, 10, 1.0, "bad"), ask()
+    lora_drain(sampler)
+    after = ask()
+    lora_drain(sampler)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        bad.result(0)
+    assert [c.token_ids for c in before.result(0)] == [c.token_ids for c in good.result(0)] == [c.token_ids for c in after.result(0)]
+
+def test_pause_keep_holds_the_rows_and_resume_goes_on_with_the_same_tokens():
+    sampler = lora_sampler()
+    ask = lambda: sampler.submit([7, 8], 2, 12, 1.0, "policy-v1", seed=0, ignore_eos=True)
+    alone = ask()
+    lora_drain(sampler)
+    future = ask()
+    sampler.step()
+    sampler.pause("keep")
+    tokens = sampler.stats()["tokens"]
+    assert not sampler.step() and sampler.stats()["tokens"] == tokens and sampler.is_paused
+    sampler.resume()
+    lora_drain(sampler)
+    assert future.result(0) == alone.result(0)
+
+def test_pause_abort_ends_the_rows_as_they_are_and_holds_what_waits():
+    sampler = lora_sampler(max_rows=2)
+    running = sampler.submit([7, 8], 2, 12, 1.0, "policy-v1", ignore_eos=True)
+    waiting = sampler.submit([7, 9], 2, 3, 1.0, "policy-v1", ignore_eos=True)
+    sampler.step()
+    sampler.pause("abort")
+    assert not sampler.step()
+    assert [(c.finish_reason, len(c.token_ids)) for c in running.result(0)] == [("abort", 1)] * 2 and not waiting.done()
+    sampler.resume()
+    lora_drain(sampler)
+    assert [c.finish_reason for c in waiting.result(0)] == ["length"] * 2
+
+def test_the_loop_serves_many_threads_and_pause_wait_returns_when_the_rows_have_ended():
+    sampler, stop, results = lora_sampler(max_rows=8), threading.Event(), {}
+    loop = threading.Thread(target=sampler.run, args=(stop,))
+    loop.start()
+    try:
+        def client(i):
+            results[i] = sampler.submit([7, i], 2, 10, 1.0, f"policy-v{1 + i % 3}", seed=i).result(30)
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(results) == list(range(12)) and all(len(r) == 2 for r in results.values())
+        last = sampler.submit([7, 8], 2, 30, 1.0, "policy-v1", seed=0, ignore_eos=True)
+        sampler.submit([7, 8], 1, 1, 1.0).result(30)
+        sampler.pause("wait")
+        assert last.done() and sampler.stats()["running"] == 0
+        held = sampler.submit([7, 8], 1, 2, 1.0)
+        sampler.unload("policy-v2")
+        sampler.load("policy-v4", lora_adapter(sampler.lora.shapes, 4))
+        assert not held.done()
+        sampler.resume()
+        assert len(held.result(30)) == 1
+    finally:
+        stop.set()
+        loop.join(10)
+    assert not loop.is_alive()
+
+def test_an_error_in_a_step_reaches_the_requests_under_way_and_the_loop_lives(capfd):
+    sampler, stop = lora_sampler(), threading.Event()
+    loop = threading.Thread(target=sampler.run, args=(stop,))
+    def broken(module, inputs, output):
+        raise RuntimeError("out of memory")
+    hook = sampler.model.model.layers[0].mlp.register_forward_hook(broken)
+    loop.start()
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            sampler.submit([7, 8], 2, 10, 1.0, "policy-v1").result(30)
+        hook.remove()
+        assert len(sampler.submit([7, 8], 2, 10, 1.0, "policy-v1").result(30)) == 2
+    finally:
+        stop.set()
+        loop.join(10)
+    assert "out of memory" in capfd.readouterr().err and sampler.stats()["errors"] == 1
+
+def test_in_bf16_a_batch_of_one_and_of_eight_give_the_same_logprobs_within_a_tenth():
+    """bf16 keeps 8 bits: one rounding is 0.4 % of a logit; logits here are within ±12, so 0.1 is two such roundings."""
+    model = lora_model(initializer_range=0.1).to(torch.bfloat16)
+    layers = Lora(model, 4, 8, slots=2, dtype=torch.bfloat16)
+    sampler = Sampler(model, layers, {1}, max_rows=8, max_len=64)
+    for version in (1, 2):
+        sampler.load(f"policy-v{version}", lora_adapter(layers.shapes, version, 0.1))
+    alone = sampler.submit([7, 8, 9], 1, 1, 0.0, "policy-v1", seed=0)
+    lora_drain(sampler)
+    crowd = [sampler.submit([7, 8, 9], 1, 16, 0.0, "policy-v1", seed=0, ignore_eos=True)]
+    crowd += [sampler.submit([i, 8], 1, 16, 1.0, "policy-v2", seed=i) for i in range(7)]
+    lora_drain(sampler)
+    (one,), (eight,) = alone.result(0), crowd[0].result(0)
+    oracle = lora_oracle(sampler, "policy-v1", [7, 8, 9], eight, 1.0).gather(-1, torch.tensor(eight.token_ids)[:, None])[:, 0]
+    assert abs(one.logprobs[0] - eight.logprobs[0]) < 0.1
+    torch.testing.assert_close(torch.tensor(eight.logprobs), oracle, rtol=0, atol=0.1)
+
+def test_a_model_that_does_not_attend_to_everything_is_refused_with_the_reason():
+    for changes, says in ((dict(layer_types=["full_attention", "sliding_attention"], sliding_window=32), "needs full attention and at most 32"),
+                          (dict(max_position_embeddings=48), "at most 48")):
+        model = lora_model("gemma3", **changes)
+        with pytest.raises(ValueError, match=says):
+            Sampler(model, Lora(model, 4, 8), {1}, max_len=64)
+    model = lora_model("gemma3", layer_types=["full_attention", "sliding_attention"], sliding_window=64)
+    Sampler(model, Lora(model, 4, 8), {1}, max_len=64)
+
+def test_the_sampler_leaves_the_models_own_attention_as_it_was():
+    sampler = lora_sampler()
+    before = sampler.model(IDS).logits
+    sampler.submit([7, 8], 1, 3, 1.0)
+    lora_drain(sampler)
+    assert sampler.model.config._attn_implementation == "sdpa" and torch.equal(sampler.model(IDS).logits, before)
 
 
 # ================================================================ 3. GRPO: mathematics, log, roles
@@ -1759,6 +2289,16 @@ def grpo_spoil(kind, data, run_id, way):
     return grpo_async.pack_object(kind, tensors, **{k: v for k, v in header.items() if k not in ("format", "version", "sha256")})
 
 
+def grpo_rewrite(folder, keys, **changes):
+    """Writes groups anew with some fields changed; of another version: as new groups, whose keys are returned."""
+    run, written = json.loads((folder / "run.json").read_text()), []
+    for key in keys:
+        group = replace(grpo_async.read_group((folder / key).read_bytes(), key, run), **changes)
+        written.append(f"groups/{min(group.versions):06d}{key[13:]}")
+        (folder / written[-1]).write_bytes(grpo_async.write_group(group, run))
+    return written
+
+
 GRPO_FAULTS = ("a flipped byte", "cut short", "a missing tensor", "a wrong shape", "nan", "inf")
 
 
@@ -1949,14 +2489,36 @@ def test_a_learner_that_joins_or_stops_midway_ends_in_the_same_state(grpo_start,
 
 def test_a_policy_that_does_not_move_is_said(grpo_start, grpo_bucket):
     """Every group with equal rewards: consumed and counted, version after version with the same digest."""
-    run = json.loads((grpo_bucket / "run.json").read_text())
-    for key in grpo_keys(grpo_bucket):
-        group = grpo_async.read_group((grpo_bucket / key).read_bytes(), key, run)
-        (grpo_bucket / key).write_bytes(grpo_async.write_group(replace(group, rewards=[0.1] * 4), run))
+    grpo_rewrite(grpo_bucket, grpo_keys(grpo_bucket), rewards=[0.1] * 4)
     learner = grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS)
     summary, entries = learner.done(), grpo_entries(grpo_bucket)
     assert "not moving" in learner.text and len({e["digest_before"] for e in entries} | {summary["digest"]}) == 1
     assert summary["groups_equal"] == "24" and "step=8 version=8 reward=0.1 " in learner.text
+
+
+def test_staleness_is_decided_by_the_entry_and_recorded(grpo_start, grpo_bucket):
+    """30 groups of version 0, --max-staleness 2, --sync-steps 2: six steps (versions 0 to 2) use 18; the seventh, at
+    version 3, drops the other twelve and trains the three that are of its version."""
+    run = json.loads((grpo_bucket / "run.json").read_text()) | {"max_staleness": 2, "sync_steps": 2}
+    (grpo_bucket / "run.json").write_text(json.dumps(run))
+    flags = ["--role", "learner", "--bucket", grpo_bucket, "--eval-steps", -1, "--steps"]
+    assert grpo_start(*flags, 6).done()["groups_pending"] == "12"
+    keys = grpo_keys(grpo_bucket)
+    fresh = grpo_rewrite(grpo_bucket, keys[:3], versions=[3, 3, 3, 4])
+    summary, entry = grpo_start(*flags, 7).done(), grpo_entries(grpo_bucket)[-1]
+    assert entry["chunks"] == [fresh] and sorted(entry["dropped"]) == keys[18:] and summary["groups_dropped"] == "12"
+    assert all("stale" in reason for reason in entry["dropped"].values())
+    assert [p.name for p in sorted((grpo_bucket / "adapters").iterdir())] == ["v000000", "v000001", "v000002", "v000003"]
+
+
+def test_a_sampler_with_other_weights_shows_in_mismatch(grpo_start, grpo_bucket):
+    """The learner scores a group again under the version that it names: half a nat off is no rounding."""
+    run = json.loads((grpo_bucket / "run.json").read_text())
+    for key in grpo_keys(grpo_bucket):
+        group = grpo_async.read_group((grpo_bucket / key).read_bytes(), key, run)
+        grpo_rewrite(grpo_bucket, [key], sampler_logprobs=[[x - 0.5 for x in row] for row in group.sampler_logprobs])
+    learner = grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS, "--steps", 1)
+    assert float(learner.done()["mismatch"]) == pytest.approx(0.5, abs=1e-3) and "MISMATCH" in learner.text
 
 
 def test_a_group_is_read_as_it_was_written(grpo_template):
@@ -2010,11 +2572,9 @@ def test_eval_scores_the_version_that_is_asked_for(grpo_start, grpo_finished):
 
 def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start, grpo_finished, tmp_path):
     folder = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket"))
-    run = json.loads((folder / "run.json").read_text())
-    for key in grpo_keys(folder):
-        group = grpo_async.read_group((folder / key).read_bytes(), key, run)
-        text = group.text | {"completions": ["</script><b>"] * 4}
-        (folder / key).write_bytes(grpo_async.write_group(replace(group, text=text), run))
+    key = grpo_keys(folder)[0]
+    text = {"prompt": "27+15=", "completions": ["</script><b>", "", "", ""], "rewards": [1.0, 0.0, 0.0, 0.0]}
+    grpo_rewrite(folder, [key], text=text, rewards=text["rewards"])
     (tmp_path / "torch.py").write_text("raise ImportError('the report must not import torch')")
     report = grpo_start("--role", "report", "--bucket", folder, by_command=True, PYTHONPATH=str(tmp_path))
     assert report.end() == 0, report.text
@@ -2057,14 +2617,15 @@ def test_any_process_of_a_deployment_may_die_and_come_back(grpo_start, grpo_base
     samplers = [grpo_start("--role", "sampler", *at, "--listen", "127.0.0.1:0") for _ in range(2)]
     proxy = grpo_start("--role", "proxy", *at, "--listen", "127.0.0.1:0")
     url = re.search(r"url=(http://(\S+))", proxy.until("^ready role=proxy"))
-    actor = grpo_start("--role", "actor", *at, "--sampler", url[1])
+    asking = ["--sampler", url[1], "--queue-groups", 18]  # more than what a dead actor had in flight, which counts for 15 s
+    actor = grpo_start("--role", "actor", *at, *asking)
     for step, name in ((3, "sampler"), (6, "proxy"), (9, "actor")):
         learner.until(f"^step={step} ", 60)
         victim = {"sampler": samplers[0], "proxy": proxy, "actor": actor}[name]
         victim.kill()
         victim.end()
         listen = url[2] if name == "proxy" else "127.0.0.1:0"
-        again = grpo_start("--role", name, *at, *(["--sampler", url[1]] if name == "actor" else ["--listen", listen]))
+        again = grpo_start("--role", name, *at, *(asking if name == "actor" else ["--listen", listen]))
         actor = again if name == "actor" else actor
     assert learner.end() == -signal.SIGKILL, learner.text
     again = grpo_start("--role", "learner", *at, *flags)
