@@ -56,7 +56,7 @@ from pathlib import Path
 import requests
 
 import proxy
-from bucket import BucketError, Conflict, Corrupt, FileBucket, NotFound, open_bucket
+from bucket import BadKey, BucketError, Conflict, Corrupt, FileBucket, NotFound, open_bucket
 
 ROLE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 ROLE.add_argument("--role", default="all")
@@ -134,7 +134,7 @@ class Task:
     rewards: list[tuple]        # (name, weight, function with TRL's signature)
     tokenizer: object
     timeout_s: float = 60.0
-    failures: int = 0           # reward calls in a row that raised or hung
+    failures: dict = field(default_factory=dict)  # reward name: calls in a row that raised or hung
 
     def encode(self, prompt) -> list[int]:
         """Token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
@@ -153,14 +153,17 @@ class Task:
                     "finish_reasons": [c.finish_reason for c in completions]}
         totals: list[float | None] = [None] * n
         for name, weight, function in self.rewards:
-            for i, value in enumerate(self.call(name, function, columns, n)):
+            values = self.call(name, function, columns, n)
+            if values is None:
+                return [None] * n
+            for i, value in enumerate(values):
                 totals[i] = totals[i] if value is None else (totals[i] or 0.0) + weight * value
         return totals
 
-    def call(self, name: str, function, columns: dict, n: int) -> list[float | None]:
+    def call(self, name: str, function, columns: dict, n: int) -> list[float | None] | None:
         """One reward function, in a thread of its own so that a hang costs `timeout_s` and not the actor.
 
-        An exception or a hang leaves the n rollouts out, and three in a row are the user's mistake; so is a result of
+        An exception or a hang (None) leaves the n rollouts out, and three in a row are the user's mistake; so is a result of
         the wrong length, at once. NaN and infinities count as None."""
         accepts, box = inspect.signature(function).parameters, {}
         if not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
@@ -175,13 +178,13 @@ class Task:
         thread.start()
         thread.join(self.timeout_s)
         if "values" not in box:
-            self.failures += 1
+            self.failures[name] = self.failures.get(name, 0) + 1
             problem = f"reward {name} {box.get('error', f'did not return within {self.timeout_s:g} s')}"
-            if self.failures >= 3:
+            if self.failures[name] >= 3:
                 raise UserError(f"{problem}, for the third time in a row; mend it and start the actor again")
             warn(f"{problem}; the {n} rollouts of this group are left out")
-            return [None] * n
-        self.failures, values = 0, box["values"]
+            return None
+        self.failures[name], values = 0, box["values"]
         if len(values) != n:
             raise UserError(f"reward {name} returned {len(values)} values for {n} completions; return one for each")
         finite = [v if v is not None and math.isfinite(v) else None for v in values]
@@ -304,7 +307,7 @@ def grpo_loss(log_r, mask, advantage, low, high, cap, penalty):
 
 
 def dr_grpo_loss(log_r, mask, advantage, low, high, cap, penalty, max_tokens):
-    """No length and no std normalisation [3]: token sum / (rollouts x max tokens); advantages come without std."""
+    """No length and no std normalisation [3]: token sum / (trained rollouts x max tokens); advantages come without std."""
     return dapo_loss(log_r, mask, advantage, low, high, cap, penalty)[0], mask.any(1).sum() * max_tokens
 
 
@@ -447,8 +450,8 @@ def fill(rows: list[list[tuple]], width: int, device) -> Rows:
                 branch += [j] * n
             prompt += [p] * (len(ids) - len(prompt))
         pad = (b + 1) * width - len(ids)
-        for values, value in ((ids, 0), (positions, 0), (branch, 0), (prompt, -1)):
-            values += [value] * pad
+        for column, value in ((ids, 0), (positions, 0), (branch, 0), (prompt, -1)):
+            column += [value] * pad
     T = max(map(len, targets))
 
     def padded(lists, dtype):
@@ -517,7 +520,8 @@ def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict,
         loss, count = loss_function(log_r, rows.mask, rows.advantage, low, high, cap, penalty, **extra)
         loss.backward()
         ratio, a = log_r.detach().exp(), rows.advantage[:, None]
-        clipped = rows.mask & (((ratio > 1 + high) & (a > 0)) | ((ratio < 1 - low) & (a < 0)))
+        judged = completion_means(log_r.detach(), rows.mask).exp()[:, None] if update["loss"] == "gspo" else ratio
+        clipped = rows.mask & (((judged > 1 + high) & (a > 0)) | ((judged < 1 - low) & (a < 0)))
         for name, value in (("count", count), ("loss", loss), ("ratio", ratio[rows.mask].sum()), ("kl", kl[rows.mask].sum()),
                             ("entropy", entropy.sum()), ("clipped", clipped.sum()), ("trained_tokens", rows.mask.sum())):
             sums[name] += value.item()
@@ -553,6 +557,7 @@ def pack_object(kind: str, tensors: dict, **header) -> bytes:
     """A safetensors object with a named, versioned JSON header that holds the sha256 of its tensors."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     header = {"format": f"async-grpo-{kind}", "version": 1, "sha256": digest(tensors), **header}
+    header["header_sha256"] = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
     return save_tensors(tensors, {"json": json.dumps(header, sort_keys=True)})
 
 
@@ -564,6 +569,8 @@ def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
     """(tensors, header) of an object of `pack_object`; Corrupt when anything about it is not as written."""
     try:
         header, tensors = read_header(data), load_tensors(data)
+        if header.pop("header_sha256") != hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest():
+            raise ValueError("its header was changed")
     except Exception as error:  # safetensors, JSON, key and unicode errors alike: these bytes are not an object of ours
         raise Corrupt(f"not a {kind}: {type(error).__name__}: {error}") from None
     if (got := (header.get("format"), header.get("version"), header.get("run_id"))) != (f"async-grpo-{kind}", 1, run_id):
@@ -710,7 +717,8 @@ def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> 
     """A step's line of the learning curve, from its entry and the sums of its parts alone; None is not measured."""
     total = {name: sum(s.get(name, 0) for s in sums) for name in {n for s in sums for n in s}}
     def per(name, count):  # noqa: E306
-        return total[name] / total[count] if total.get(count) else None
+        value = total[name] / total[count] if total.get(count) else math.nan
+        return value if math.isfinite(value) else None
     keys = [k for chunk in entry["chunks"] for k in chunk]
     staleness = [policy_version(entry["step"] - 1, run) - number_in(k) for k in keys]
     return {"step": entry["step"], "version": entry["policy_version"], "reward": per("reward", "rollouts"),
@@ -740,6 +748,7 @@ class Learner:
         self.timing_chunks = self.unmoved = self.queue_groups = self.place = 0
         self.has_swept, self.canary_base, self.mismatch = False, None, None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
+        self.member.update(steps=args.steps)
         self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
 
     # ---- start and recovery
@@ -750,10 +759,12 @@ class Learner:
             self.refuse_company()
         self.member.start()
         self.at_start = newest = self.log.refresh()
-        oldest = min([newest, *(number_in(k) * self.run["sync_steps"] for k in self.bucket.list("groups/"))])
+        young = policy_version(newest, self.run) - self.run["max_staleness"]
+        oldest = max(0, min([young, *map(number_in, self.bucket.list("groups/"))]) * self.run["sync_steps"])
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
         self.consumed = self.log.named(oldest + 1, newest)
         self.load_checkpoint(newest)
+        self.refresh_groups()  # all that lie there, while all that they can be named by is known
         if newest:
             say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
 
@@ -874,6 +885,8 @@ class Learner:
         self.consumed |= dict.fromkeys(named_groups(entry), step)
         for key in named_groups(entry):
             self.refused.pop(key, None)
+        if not self.args.has_steps:  # somebody else may have extended the run
+            self.args.steps = max(self.args.steps, entry["steps"])
         return entry
 
     # ---- parts
@@ -890,6 +903,7 @@ class Learner:
         n, company = len(entry["chunks"]), self.company()
         self.place = company.index(self.id)
         order = [(self.place * n // len(company) + i) % n for i in range(n)]
+        own = order[:-(-n // len(company))]
         have, spoilt, takeover_at, wait = {}, {}, 0.0, Wait(self.args.wait_s)
         while True:
             self.collect(entry, have, spoilt)
@@ -897,7 +911,7 @@ class Learner:
             if not missing:
                 return [have[c] for c in range(n)]
             began = time.monotonic()
-            if began >= takeover_at or len(self.company()) == 1:
+            if missing[0] in own or began >= takeover_at or len(self.company()) == 1:
                 self.write_part(entry, missing[0], spoilt.get(missing[0], 0))
                 takeover_at = time.monotonic() + 2 * (time.monotonic() - began)
             else:
@@ -905,7 +919,7 @@ class Learner:
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
         """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
-        for key in self.bucket.list(f"parts/{entry['step']:06d}/"):
+        for key in sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len):  # 002 before 002.1
             chunk, _, attempt = Path(key).name.removesuffix(".safetensors").partition(".")
             chunk, attempt = int(chunk), int(attempt or 0)
             for is_last in (False, True):  # read twice before judging: a transfer may have failed
@@ -937,7 +951,8 @@ class Learner:
         for key in entry["chunks"][chunk]:
             group = self.groups.get(key) or self.try_group(key)
             if not isinstance(group, Group):
-                raise BucketError(f"{key}, which entry {step} names, cannot be read ({group or 'gone'}), and its part is missing")
+                raise (BucketError if group else NotFound)(
+                    f"{key}, which entry {step} names, cannot be read ({group or 'gone'}), and its part is missing")
             groups.append(group)
         grads, sums = chunk_gradient(self.policy, groups, self.run, entry["update"], self.args.token_budget)
         is_finite = all(bool(g.isfinite().all()) for g in grads.values())
@@ -955,12 +970,12 @@ class Learner:
 
     def check_mismatch(self, group: Group) -> tuple[float, int]:
         """The honest check: a group scored again under its own version. Nothing if that adapter is gone."""
+        if len(set(group.versions)) > 1:
+            return 0.0, 0
         try:
             files = self.bucket.fetch(f"adapters/v{group.versions[0]:06d}")[1]
         except (NotFound, Corrupt) as error:
             warn(f"no mismatch check: {error}")
-            return 0.0, 0
-        if len(set(group.versions)) > 1:
             return 0.0, 0
         total, n = rescore(self.policy, group, lora.read_adapter(files)[0], self.run, self.args.token_budget)
         limit = 1e-3 if self.policy.model.dtype == torch.float32 else 5e-2
@@ -1002,19 +1017,23 @@ class Learner:
     def clean(self) -> None:
         """Deletes what no restart can need: below the checkpoint *before* the newest one that an entry confirms."""
         run, version = self.run, policy_version(self.state.step, self.run)
-        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < self.state.step]
+        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < self.state.step and json.loads(self.bucket.get(
+            f"checkpoints/{s:06d}/manifest.json")).get("digest") == self.log.read(s + 1)["digest_before"]]
         floor = kept[-2] if len(kept) > 1 else 0
         for key in [k for k, t in self.consumed.items() if t <= floor]:
             self.bucket.delete(key)
-            del self.consumed[key]
+            if number_in(key) < version - run["max_staleness"]:  # younger: a late duplicate could still be listed
+                del self.consumed[key]
         for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
             for key in [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]:
                 self.bucket.delete(key)
-        in_use = {v for m in proxy.LiveMembers(self.bucket).poll().values() for v in m.get("serving", [])}
         for v in manifests(self.bucket, "adapters/"):
-            if v < version - 2 * (run["max_staleness"] + 2) and v not in in_use:
+            if v < version - max(10, 2 * (run["max_staleness"] + 2)):
                 self.bucket.delete_prefix(f"adapters/v{v:06d}")
-        self.log.entries = {t: e for t, e in self.log.entries.items() if t >= floor}
+        for role, members in (("learner", self.learners), ("actor", self.actors)):
+            for member, silent_s in members.missing().items():
+                if silent_s > 60:
+                    self.bucket.delete(f"members/{role}-{member}.json")
         self.sweep(version - run["max_staleness"])
 
     def sweep(self, oldest: int) -> None:
@@ -1046,8 +1065,23 @@ class Learner:
             except Diverged as problem:
                 attempt, furthest = attempt + 1, max(furthest, self.state.step + 1)
                 self.recover(problem, attempt)
+            except NotFound:  # this learner slept, and others have cleaned: a newer checkpoint stands for what is gone
+                self.skip_ahead()
         self.publish()
         self.evaluate()
+
+    def skip_ahead(self) -> None:
+        """Goes on from a newer checkpoint; the error that led here is raised again where there is none."""
+        before = self.state.step
+        self.load_checkpoint(self.log.refresh())
+        if self.state.step <= before:
+            raise
+        say("skipped", checkpoint=self.state.step, from_step=before)
+        named = self.log.named(before + 1, self.state.step)
+        self.consumed |= named
+        for key in named:
+            self.groups.pop(key, None)
+            self.refused.pop(key, None)
 
     def step(self) -> None:
         """One step: entry, parts, fold, publish. Prints its line unless it only replays what was decided long ago."""
@@ -1069,8 +1103,12 @@ class Learner:
         self.clock["apply_s"] = began_sync - began_apply
         if entry["publish"] and step >= self.log.newest:
             self.publish()
+        self.log.entries.pop(step - 1, None)
         if self.place == 0:
             self.keep(step)
+        else:  # the learner that cleans deletes the objects; what is too old to be listed need not be remembered here
+            oldest = policy_version(step, run) - run["max_staleness"]
+            self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest}
         self.clock["sync_s"] = time.monotonic() - began_sync
         if step > self.at_start or self.clock["fwd_bwd_s"]:
             self.print_step(time.monotonic() - began)
@@ -1110,7 +1148,11 @@ class Learner:
         if any(self.bucket.list(key)) or not self.task.eval_rows or self.args.eval_steps < 0:
             return
         self.member.update(doing=f"evaluating step {self.state.step}")
-        scores = evaluate(self.policy, self.task, self.state.adapter, self.run)
+        try:
+            scores = evaluate(self.policy, self.task, self.state.adapter, self.run)
+        except ValueError as error:  # a model that only vLLM samples
+            warn(f"no evaluation: {error}")
+            return
         self.policy.lora.load(0, self.state.adapter)
         self.bucket.put_new(key, json.dumps({"step": self.state.step, **scores}).encode())
         say("eval", step=self.state.step, **scores)
@@ -1122,7 +1164,7 @@ def write_checkpoint(bucket, run: dict, state: State, folder: str, state_digest:
     bucket.put_new(f"{folder}/state.safetensors", data)
     crash_point("during-checkpoint", state.step)
     manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "step": state.step, "folder": folder,
-                "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest}
+                "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest, "run": run}
     bucket.put_new(f"checkpoints/{state.step:06d}/manifest.json", json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -1195,6 +1237,8 @@ class Engine:
             raise proxy.LoadError(404, f"No adapter found for {name}") from None
         except (Corrupt, lora.AdapterError) as error:
             raise proxy.LoadError(400, str(error)) from None
+        except TimeoutError as error:  # slots are freed as requests end
+            raise proxy.LoadError(503, str(error)) from None
 
     def follow(self) -> None:
         """Thread: keeps the bucket's newest versions loaded, each checked by its canary before its first use."""
@@ -1212,11 +1256,12 @@ class Engine:
                 asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=20) for ids in canary["prompts"]]
                 is_right, reason = proxy.canary_verdict(canary, [f.result(120)[0].top_logprobs[0] for f in asked])
                 if is_right is False:
-                    raise proxy.LoadError(500, reason)
+                    raise proxy.LoadError(400, reason)
                 self.newest = version
             except proxy.LoadError as error:
                 warn(f"{name} is not served: {error}")
-                refused.add(version)
+                if error.status == 400:  # it will never fit; anything else may pass
+                    refused.add(version)
                 if name in self.names():
                     self.unload(name)
             except Exception as error:  # this thread must outlive anything: without it the actor starves
@@ -1230,9 +1275,13 @@ class Engine:
     def sample(self, prompt_ids: list[int], n: int, version: int, seed: int, timeout_s: float) -> list:
         """n lora.Completions of a prompt. Raises Busy for what another try may mend."""
         try:
-            return self.submit(prompt_ids, n, self.run["max_tokens"], self.run["temperature"], f"policy-v{version}", seed).result(timeout_s)
+            future = self.submit(prompt_ids, n, self.run["max_tokens"], self.run["temperature"], f"policy-v{version}", seed)
+            return future.result(timeout_s)
         except lora.UnknownVersion as error:
             raise Busy(str(error)) from None
+        except TimeoutError:
+            self.cancel(future)
+            raise
 
 
 def read_matching_adapter(files: dict[str, bytes], run: dict) -> dict:
@@ -1329,13 +1378,15 @@ class Actor:
     def look(self) -> None:
         """One look at the bucket and the sampler; wakes the workers that wait for a permit."""
         known, newest = self.log.newest, self.log.refresh()
-        named = self.log.named(max(known, newest - 100) + 1, newest)
-        steps = max([self.args.steps, *(self.log.read(t)["steps"] for t in (newest,) if t)])
-        self.log.entries = {t: e for t, e in self.log.entries.items() if t == newest}
         oldest = policy_version(newest, self.run) - self.run["max_staleness"]
+        named = self.log.named(max(known, oldest * self.run["sync_steps"]) + 1, newest)
+        self.log.entries = {t: e for t, e in self.log.entries.items() if t == newest}
         version, before = self.sampler.version(), set(self.mine)
+        if version >= 0:
+            self.adapter_sha256(version)  # now: it may be pruned before a slow group ends
         listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))
         others = [m for i, m in self.members.poll(0.5).items() if i != self.id]
+        steps = max([self.args.steps, *(m.get("steps", 0) for m in others), *(self.log.read(t)["steps"] for t in (newest,) if t)])
         set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
             self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
@@ -1437,7 +1488,7 @@ class Actor:
     def adapter_sha256(self, version: int) -> str:
         if version not in self.sha256:
             self.sha256[version] = json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
-            self.sha256.pop(version - 100, None)
+            self.sha256.pop(version - 1000, None)
         return self.sha256[version]
 
 
@@ -1577,8 +1628,12 @@ def join_run(bucket, args) -> dict:
         raise UserError(f"{bucket.address} holds another run: " + "; ".join(
             f"--{k.replace('_', '-')} is {mine}, the run has {theirs}" for k, (mine, theirs) in differing.items())
             + "; leave these flags out to join it, or take an empty bucket")
-    args.steps = given.get("steps", run["steps"])
+    args.has_steps, args.steps = "steps" in given, given.get("steps", run["steps"])
     args.queue_groups = args.queue_groups or max(1, run["max_staleness"] - 1) * run["groups_per_step"] * run["sync_steps"]
+    if args.queue_groups < run["groups_per_step"]:
+        raise UserError(f"--queue-groups {args.queue_groups} can never fill a step of {run['groups_per_step']} groups; raise it")
+    is_tiny = run["model"] == "tiny"
+    args.inflight, args.max_rows = args.inflight or (512 if is_tiny else 128), args.max_rows or (256 if is_tiny else 64)
     args.poll_s = poll_s(bucket)
     return run
 
@@ -1617,10 +1672,9 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
         except (OSError, lora.AdapterError) as error:
             raise UserError(f"--init-adapter {args.init_adapter}: {error}") from None
     state = State(0, 0, tensors, *({n: torch.zeros_like(t) for n, t in tensors.items()} for _ in range(2)))
+    # Of two set-ups at once, or one after a crash, the checkpoint that counts brings its run along: both write the same run.json.
     write_checkpoint(bucket, run, state, f"checkpoints/000000/{run['run_id']}", digest(state.tensors()))
-    # Of two learners that set up one bucket at once, the one whose checkpoint counts writes run.json. After a crash in
-    # between, the checkpoint's run_id is taken over.
-    run["run_id"] = json.loads(bucket.get("checkpoints/000000/manifest.json"))["run_id"]
+    run = json.loads(bucket.get("checkpoints/000000/manifest.json"))["run"]
     bucket.put_new("run.json", json.dumps(run, sort_keys=True, indent=1).encode() + b"\n")
 
 
@@ -1644,12 +1698,13 @@ def load_policy(bucket, run: dict, args, slots: int) -> Policy:
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
     try:
         model, tokenizer = lora.load_model(where, dtype, device, args.trust_remote_code), lora.load_tokenizer(where, args.trust_remote_code)
+        lora.check_head(model)
+        slotted = lora.Lora(model, run["lora_r"], run["lora_alpha"], run["target_modules"], slots=slots)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {where}: {str(error).splitlines()[0]}") from None
-    lora.check_head(model)
     ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
     stop_ids = sorted({i for e in ends if e is not None for i in (e if isinstance(e, list) else [e])})
-    policy = Policy(model, lora.Lora(model, run["lora_r"], run["lora_alpha"], run["target_modules"], slots=slots), tokenizer, stop_ids)
+    policy = Policy(model, slotted, tokenizer, stop_ids)
     if device.startswith("cuda") and policy.shares_prompts:
         model.set_attn_implementation("flex_attention")
     if "fingerprint" in run and (got := fingerprint(policy)) != run["fingerprint"]:
@@ -1777,8 +1832,12 @@ def write_report(bucket, run: dict) -> None:
 
 
 def run_sampler(bucket, args) -> None:
+    try:
+        proxy.parse_listen(args.listen, bool(args.token))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     run = join_run(bucket, args)
-    engine = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), args.max_rows)
+    engine = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), max(args.max_rows, run["group_size"]))
     engine.start(follows=False)  # the router loads the versions, and checks each, before it sends anything here
     member = proxy.Member(bucket, "sampler", run_id=run["run_id"])
 
@@ -1798,7 +1857,7 @@ def run_actor(bucket, args) -> None:
     if args.sampler:
         tokenizer, sampler = lora.load_tokenizer(base_of(bucket, run, args)), HttpSampler(bucket, run, args.sampler, args.token)
     else:
-        engine = sampler = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), args.max_rows)
+        engine = sampler = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), max(args.max_rows, run["group_size"]))
         engine.start(follows=True)
         tokenizer = engine.policy.tokenizer
     actor = Actor(bucket, run, args, load_task(bucket, run, args, tokenizer), sampler)
@@ -1909,7 +1968,7 @@ PROCESS_FLAGS = (  # name, type or choices, default, meaning
     ("listen", str, "127.0.0.1:8001", "HOST:PORT of a sampler; port 0: any free one"), ("token", str, os.environ.get("GRPO_TOKEN", ""), "bearer token (also GRPO_TOKEN)"),
     ("device", str, None, "cuda, cuda:1, cpu; without it cuda if there is one"), ("dtype", ("float32", "bfloat16", "float16"), None, "of the base; without it bfloat16 on cuda, float32 on the CPU"),
     ("token-budget", int, 2048, "tokens per forward of a learner"), ("queue-groups", int, 0, "groups waiting and in flight at most; 0: from max-staleness"),
-    ("inflight", int, 128, "rollouts in flight per actor"), ("max-rows", int, 64, "rows that a sampler decodes at once"),
+    ("inflight", int, 0, "rollouts in flight per actor; 0: 128 (tiny: 512)"), ("max-rows", int, 0, "rows that a sampler decodes at once; 0: 64 (tiny: 256)"),
     ("chunks", int, 0, "parts per step; 0: one per live learner"), ("eval-steps", int, 0, "steps between evaluations; 0: first and last, -1: none"),
     ("reward-timeout-s", float, 60.0, "seconds a reward function may take"), ("group-deadline-s", float, 600.0, "seconds after which a group closes with what it has"),
     ("wait-s", float, 3600.0, "seconds any wait may take; 0: no limit"), ("version", int, None, "adapter to eval or export; without it the newest"),
@@ -1938,6 +1997,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.group_size == 1:
+        raise UserError("--group-size must be at least 2: an advantage compares completions of one prompt")
+    if args.temperature is not None and args.temperature <= 0:
+        raise UserError(f"--temperature must be above 0, got {args.temperature:g}")
     if args.target_modules and args.target_modules != "all-linear":
         args.target_modules = sorted(args.target_modules.split(","))
     return args
@@ -1955,7 +2018,7 @@ def end_with_parent() -> None:
 def leave(signum, frame) -> None:
     """The first SIGTERM or Ctrl-C ends this process in order; those that follow must not disturb that."""
     for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, lambda *_: None)  # subtle: with SIG_IGN Python reports a signal that arrives meanwhile
     sys.exit(0 if signum == signal.SIGTERM else 1)
 
 
@@ -1978,7 +2041,7 @@ def main(argv: list[str]) -> int:
         return 0
     except (UserError, BucketError, OSError, KeyboardInterrupt) as error:
         print(f"error: {error or 'interrupted'}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        return 2 if isinstance(error, (UserError, BadKey)) else 1
 
 
 if __name__ == "__main__":

@@ -296,7 +296,6 @@ class KeyValues:
         """q [N, H, T, d], k and v [N, K, T, d] of the new tokens -> [N, T, H, d]."""
         (N, H, _, d), K = q.shape, k.shape[1]
         if self.positions is None:
-            # Padding is on the right, where causal attention never looks.
             self.prompts[layer] = torch.stack([k, v])
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != K).transpose(1, 2)
         (keys, values), time = self.slab[layer], self.mask.shape[-1]
@@ -399,8 +398,8 @@ class Sampler:
     `max_len` tokens with its prompt; prompts of `prefix_tokens` in all stay computed for requests that come later."""
 
     def __init__(self, model: nn.Module, lora: Lora, eos_ids: set[int], max_rows: int = 64, max_len: int = 1024,
-                 pad_id: int = 0, prefix_tokens: int = 4096):
-        self.model, self.lora, self.eos_ids, self.pad_id = model, lora, frozenset(eos_ids), pad_id
+                 prefix_tokens: int = 4096):
+        self.model, self.lora, self.eos_ids = model, lora, frozenset(eos_ids)
         self.max_rows, self.max_len, self.prefix_tokens = max_rows, max_len, prefix_tokens
         self.key_values = KeyValues(max_rows, max_len)
         self.rows: list[Row] = []                        # row i of the batch, and of the slab
@@ -447,8 +446,8 @@ class Sampler:
     def load(self, name: str, tensors: dict[str, torch.Tensor], timeout_s: float = 30.0) -> None:
         """Makes a version available. The same name with the same tensors changes nothing.
 
-        AdapterError: it does not fit, the name has other tensors, or no slot is free. While `run` runs, the rows of
-        unloaded versions are waited for first."""
+        AdapterError: it does not fit, or the name has other tensors. TimeoutError: no slot is free; while `run` runs,
+        the rows of unloaded versions are waited for first."""
         with self._changed:
             if name in self._versions:
                 held = self.lora.tensors(self._versions[name][0])
@@ -456,7 +455,7 @@ class Sampler:
                     raise AdapterError(f"{name}: loaded with other weights already; a name is one set of weights for ever")
                 return
             if not self._changed.wait_for(self._free_slots, timeout_s if self._is_running else 0):
-                raise AdapterError(f"{name}: all {self.lora.slots} slots are in use; live: {', '.join(self._versions)}")
+                raise TimeoutError(f"{name}: all {self.lora.slots} slots are in use; live: {', '.join(self._versions)}")
             slot = min(self._free_slots())
             self.lora.load(slot, tensors)
             self._counts["loads"] += 1
@@ -513,8 +512,7 @@ class Sampler:
         with self._changed:
             self._paused = mode
             self._changed.notify_all()
-            if mode == "wait" and self._is_running:
-                self._changed.wait_for(lambda: not self.rows or not self.is_paused)
+            self._changed.wait_for(lambda: mode != "wait" or not (self.rows and self.is_paused and self._is_running))
 
     def resume(self) -> None:
         self.pause(None)
@@ -543,7 +541,9 @@ class Sampler:
             with self._changed:
                 # Work wakes it at once; the time-out bounds only how late `stop` is seen.
                 self._changed.wait_for(lambda: stop.is_set() or self._has_work(), timeout=0.5)
-        self._is_running = False
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
 
     def _has_work(self) -> bool:
         can_move = {None: self.rows or self.waiting, "keep": None}.get(self._paused, self.rows)
@@ -654,7 +654,8 @@ class Sampler:
         while missing:
             T, kv = len(missing[-1][1]), self.key_values
             keys = [missing.pop() for _ in range(min(len(missing), max(1, PREFILL_TOKENS // T)))]
-            ids = [[*prompt, *[self.pad_id] * (T - len(prompt))] for _, prompt in keys]
+            # Padded on the right with any id: causal attention never looks there.
+            ids = [[*prompt, *[0] * (T - len(prompt))] for _, prompt in keys]
             kv.prompts, kv.positions = {}, None
             positions = torch.arange(T, device=self.model.device).expand(len(keys), T)
             hidden = self._forward(ids, positions, [slot for (slot, _), _ in keys])

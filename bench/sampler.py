@@ -81,6 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     print(f"torch {torch.__version__}, {args.threads} threads, prompt {args.prompt}, {args.tokens} new tokens, {args.runs} runs")
     print("rank rows | ours tok/s | HF+PEFT tok/s  ours/HF | products tok/s  ours/products")
     for rank in args.rank:
