@@ -71,6 +71,7 @@ if __name__ != "__main__" or ROLE.parse_known_args()[0].role not in ("all", "pro
     import lora
     disable_progress_bar()
 
+VERSION = "0.1.0"
 LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in fp32 and far beyond any ratio that still means something
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
@@ -1881,7 +1882,7 @@ def published(bucket, version: int | None) -> tuple[int, dict]:
 def run_eval(bucket, args) -> None:
     """Held-out reward of an adapter of the bucket."""
     run = join_run(bucket, args)
-    policy, (version, tensors) = load_policy(bucket, run, args, slots=1), published(bucket, args.version)
+    policy, (version, tensors) = load_policy(bucket, run, args, slots=1), published(bucket, args.policy_version)
     say("eval", version=version, **evaluate(policy, load_task(bucket, run, args, policy.tokenizer), tensors, run))
 
 
@@ -1890,7 +1891,7 @@ def run_export(bucket, args) -> None:
     run, out = join_run(bucket, args), Path(args.out or "")
     if not args.out:
         raise UserError("--role export needs --out DIR")
-    version, tensors = published(bucket, args.version)
+    version, tensors = published(bucket, args.policy_version)
     out.mkdir(parents=True, exist_ok=True)
     if args.merge:
         policy = load_policy(bucket, run, args, slots=1)
@@ -1971,12 +1972,14 @@ PROCESS_FLAGS = (  # name, type or choices, default, meaning
     ("inflight", int, 0, "rollouts in flight per actor; 0: 128 (tiny: 512)"), ("max-rows", int, 0, "rows that a sampler decodes at once; 0: 64 (tiny: 256)"),
     ("chunks", int, 0, "parts per step; 0: one per live learner"), ("eval-steps", int, 0, "steps between evaluations; 0: first and last, -1: none"),
     ("reward-timeout-s", float, 60.0, "seconds a reward function may take"), ("group-deadline-s", float, 600.0, "seconds after which a group closes with what it has"),
-    ("wait-s", float, 3600.0, "seconds any wait may take; 0: no limit"), ("version", int, None, "adapter to eval or export; without it the newest"),
+    ("wait-s", float, 3600.0, "seconds any wait may take; 0: no limit"), ("policy-version", int, None, "adapter to eval or export; without it the newest"),
     ("out", str, None, "folder that export writes"), ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     epilog="A proxy has flags of its own (--replica and others): --role proxy --help")
+    parser.add_argument("--version", action="version", version=f"async-grpo {VERSION}")
 
     def add(group, name, kind, default, text):
         kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": kind.__name__.upper()}

@@ -1709,7 +1709,6 @@ GRPO_FORK = multiprocessing.get_context("forkserver")
 GRPO_FLAGS = ("--steps 8 --groups-per-step 3 --group-size 4 --lora-r 2 --lora-alpha 4 --max-staleness 9 --checkpoint-steps 4 "
               "--lr-schedule constant --warmup-steps 1 --chunks 1 --eval-steps -1").split()
 
-
 def grpo_child(output, argv, env):
     """What a forked process does: `python grpo_async.py *argv`, with both outputs in a pipe."""
     os.dup2(output.fileno(), 1)
@@ -1717,10 +1716,8 @@ def grpo_child(output, argv, env):
     os.environ.update(env)
     sys.exit(grpo_async.main(argv))
 
-
 def grpo_train_base(folder):
     open_bucket(str(folder)).publish("base", grpo_async.base_files(grpo_async.train_tiny_base(0, progress=None)), {})
-
 
 class GrpoProcess:
     """A running role: its lines as they come, its exit code."""
@@ -1784,7 +1781,6 @@ class GrpoProcess:
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
-
 @contextmanager
 def grpo_processes():
     """start(*argv, **environment) of processes that end with the block."""
@@ -1805,7 +1801,6 @@ def grpo_processes():
                 p.kill()
                 p.process.join()
 
-
 def grpo_session(leader):
     """The processes of a session that still run: the leader's children, whoever is their parent now."""
     found = []
@@ -1818,7 +1813,6 @@ def grpo_session(leader):
             found.append(pid)
     return found
 
-
 def grpo_wait(condition, what, timeout_s=30.0):
     """Waits for something in a folder (which has no events of its own)."""
     until = time.monotonic() + timeout_s
@@ -1826,12 +1820,10 @@ def grpo_wait(condition, what, timeout_s=30.0):
         assert time.monotonic() < until, f"no {what} within {timeout_s} s"
         time.sleep(0.02)
 
-
 @pytest.fixture
 def grpo_start():
     with grpo_processes() as start:
         yield start
-
 
 @pytest.fixture(scope="session", autouse=True)
 def grpo_training(tmp_path_factory):
@@ -1850,7 +1842,6 @@ def grpo_training(tmp_path_factory):
     starting.join()
     process.kill()
 
-
 @pytest.fixture(scope="session")
 def grpo_base(grpo_training):
     starting, process, folder = grpo_training
@@ -1858,7 +1849,6 @@ def grpo_base(grpo_training):
     process.join(180)
     assert process.exitcode == 0
     return folder
-
 
 @pytest.fixture(scope="session")
 def grpo_template(grpo_base, tmp_path_factory):
@@ -1875,7 +1865,6 @@ def grpo_template(grpo_base, tmp_path_factory):
     shutil.rmtree(folder / "members")
     return folder
 
-
 @pytest.fixture(scope="session")
 def grpo_finished(grpo_template, tmp_path_factory):
     """The same bucket after eight uninterrupted steps."""
@@ -1886,15 +1875,12 @@ def grpo_finished(grpo_template, tmp_path_factory):
         summary = learner.done()
     return folder, summary["digest"], grpo_entries(folder), learner.text
 
-
 @pytest.fixture
 def grpo_bucket(grpo_template, tmp_path):
     return Path(shutil.copytree(grpo_template, tmp_path / "bucket"))
 
-
 def grpo_keys(folder, prefix="groups"):
     return sorted(f"{prefix}/{p.name}" for p in (folder / prefix).glob("[!.]*")) if (folder / prefix).exists() else []
-
 
 def grpo_entries(folder):
     """The log, in order; there is exactly one entry per step."""
@@ -1902,14 +1888,12 @@ def grpo_entries(folder):
     assert [e["step"] for e in entries] == list(range(1, len(entries) + 1))
     return entries
 
-
 def grpo_account(folder, written):
     """Every group ever written is named by one entry or pending, and none is named twice."""
     named = [key for e in grpo_entries(folder) for key in grpo_async.named_groups(e)]
     pending = [key for key in grpo_keys(folder) if key not in named]
     assert len(named) == len(set(named))
     assert sorted(named + pending) == sorted(written)
-
 
 def grpo_fold(start, run, groups, into, *flags):
     """Digest of a new learner that has only run.json, checkpoint 0, the entries and the groups."""
@@ -1939,13 +1923,11 @@ def grpo_policy(kind="llama", seed=0):
     policy.lora.train(0)
     return policy
 
-
 def grpo_plain(policy, slot, prompt, completion, temperature=1.0):
     """Oracle: logprobs of one completion by one plain forward of prompt and completion."""
     with policy.lora.use(slot):
         logits = policy.model(torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1:-1]
     return (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-
 
 def grpo_groups(policy, n, size=3, temperature=1.0, seed=0):
     """Groups of random tokens, their sampler logprobs near the policy's, so that some ratios are clipped and some not."""
@@ -1959,17 +1941,14 @@ def grpo_groups(policy, n, size=3, temperature=1.0, seed=0):
                             [draw.random() < 0.3 for _ in ids], {"prompt": "p", "completions": ["c"] * size}))
     return groups
 
-
 def grpo_update(loss="dapo", **more):
     _, low, high = grpo_async.LOSSES[loss]
     return {"loss": loss, "clip_low": low, "clip_high": high, "kl": 0.0, "tis": 0.0, "temperature": 1.0, "max_tokens": 8,
             "mask_truncated": False, "clip_norm": 1.0, "weight_decay": 0.0, "lr": 1e-2, "normaliser": 1.0,
             "beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | more
 
-
 def grpo_gradient(policy, groups, update, budget=64):
     return grpo_async.chunk_gradient(policy, groups, update, update, budget)
-
 
 def grpo_near(got, want, tolerance=1e-5):
     """Gradients equal up to rounding: the difference against the larger one's size."""
@@ -1986,13 +1965,11 @@ def test_advantages_are_deviations_over_the_population_std():
     assert grpo_async.advantages([3.0, 1.0]) == pytest.approx([1.0, -1.0], abs=2e-6)
     assert grpo_async.advantages([1.0, 0.0, 0.0, 0.0], scale_by_std=False) == [0.75, -0.25, -0.25, -0.25]
 
-
 def test_equal_rewards_and_a_single_reward_give_exactly_zero():
     """In fp32 the mean of eight 0.1 is not 0.1: the formula alone would give every rollout an advantage of 0.0074."""
     assert grpo_async.advantages([0.1] * 8) == [0.0] * 8
     assert grpo_async.advantages(torch.tensor([0.1] * 8).tolist()) == [0.0] * 8
     assert grpo_async.advantages([5.0]) == [0.0] and grpo_async.advantages([]) == []
-
 
 @pytest.mark.parametrize("loss, clip, total, count", [
     ("dapo", (0.2, 0.28), -0.28, 3),     # -1.28 - 0.5 + 1.5: of A = -1 the worse, unclipped one counts
@@ -2008,7 +1985,6 @@ def test_each_loss_is_its_equation_worked_by_hand(loss, clip, total, count):
     got = grpo_async.LOSSES[loss][0](log_r, mask, torch.tensor([1.0, -1.0]), *clip, math.inf, torch.zeros(2, 2), **more)
     assert (got[0].item(), int(got[1])) == (pytest.approx(total, abs=1e-6), count)
 
-
 def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay():
     """dapo's bounds 0.8 and 1.28: A > 0 has no gradient above 1.28, A < 0 none below 0.8; the other sides keep theirs."""
     ratio = torch.tensor([1.3, 0.7, 1.3, 0.7])
@@ -2017,7 +1993,6 @@ def test_the_clip_stops_the_gradient_only_where_moving_on_would_pay():
     total, _ = grpo_async.dapo_loss(log_r, torch.ones(4, 1, dtype=torch.bool), advantage, 0.2, 0.28, math.inf, torch.zeros(4, 1))
     total.backward()
     assert log_r.grad[:, 0].tolist() == pytest.approx([0.0, -0.7, 1.3, 0.0])  # -A r where it is not clipped
-
 
 @pytest.mark.parametrize("loss", grpo_async.LOSSES)
 def test_masked_tokens_change_neither_sum_nor_count(loss):
@@ -2034,14 +2009,12 @@ def test_masked_tokens_change_neither_sum_nor_count(loss):
     want = value(log_r, mask, advantage, penalty)
     assert value(*wider) == pytest.approx(want) and value(*longer) == pytest.approx(want)
 
-
 def test_k3_is_the_written_estimate_and_never_negative():
     """A reference twice as likely: d = ln 2, exp(d) - d - 1 = 0.3069; half as likely: 0.1931; equal: exactly 0."""
     learner = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
     reference = learner + torch.tensor([[math.log(2), -math.log(2), 0.0, 300.0]])
     got = grpo_async.k3(learner, reference, torch.tensor([[True, True, True, False]]))
     assert got[0].tolist() == pytest.approx([1 - math.log(2), math.log(2) - 0.5, 0.0, 0.0], abs=1e-6)
-
 
 def test_the_tis_cap_bounds_what_a_negative_advantage_can_do():
     """r = exp(5) = 148 and A = -1: the clip does not help (the worse one counts), the cap makes it 2, with no gradient."""
@@ -2052,7 +2025,6 @@ def test_the_tis_cap_bounds_what_a_negative_advantage_can_do():
         total, _ = loss(*arguments, 2.0, torch.zeros(1, 1))
         total.backward()
         assert total.item() == 2.0 and log_r.grad.item() == 0.0
-
 
 @pytest.mark.parametrize("loss", grpo_async.LOSSES)
 def test_a_log_ratio_of_200_at_a_masked_position_stays_finite(loss):
@@ -2066,7 +2038,6 @@ def test_a_log_ratio_of_200_at_a_masked_position_stays_finite(loss):
     assert total.isfinite() and learner.grad.isfinite().all() and learner.grad[0, 1] == 0
     assert grpo_async.log_ratio(learner, learner.detach() - 200, ~mask)[0, 1] == 20  # a trained one is clamped
 
-
 def test_the_sequence_weight_is_a_mean_not_a_sum():
     """2,000 tokens: of identical policies exactly 1; each 0.001 off gives exp(0.001), where a sum would give 7.4."""
     logprobs = -torch.rand(1, 2000, generator=torch.Generator().manual_seed(0)) * 3
@@ -2075,7 +2046,6 @@ def test_the_sequence_weight_is_a_mean_not_a_sum():
         log_r = grpo_async.log_ratio(logprobs + shift, logprobs, mask)
         total, _ = grpo_async.gspo_loss(log_r, mask, torch.tensor([1.0]), 0.5, 0.5, math.inf, torch.zeros(1, 2000))
         assert -total.item() == pytest.approx(want, abs=1e-5 if shift else 0)
-
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "sliding"])
 def test_packed_logprobs_equal_one_plain_forward_per_completion(kind):
@@ -2100,7 +2070,6 @@ def test_packed_logprobs_equal_one_plain_forward_per_completion(kind):
                     assert rows.sampler_logprobs[c, :n].tolist() == pytest.approx(sampler) and not got[c, n:].any()
         assert not want  # every completion stands in exactly one row
 
-
 def test_flex_attention_gives_what_the_sdpa_mask_gives():
     """What a CUDA device runs, here without compiling it."""
     policy = grpo_policy()
@@ -2111,7 +2080,6 @@ def test_flex_attention_gives_what_the_sdpa_mask_gives():
         policy.model.set_attn_implementation("flex_attention")
         got, _ = grpo_async.row_logprobs(policy, rows, 0, 1.0)
     assert (got - want).abs().max() < 1e-5
-
 
 @pytest.mark.parametrize("loss", grpo_async.LOSSES)
 def test_the_gradient_of_packed_groups_is_autograd_of_the_written_formula(loss):
@@ -2143,7 +2111,6 @@ def test_the_gradient_of_packed_groups_is_autograd_of_the_written_formula(loss):
     grpo_near(got, want, 1e-4)
     assert (sums["loss"], sums["count"]) == (pytest.approx(total.item(), rel=1e-4), count)
 
-
 def test_the_kl_reference_is_the_base_with_the_adapter_switched_off():
     """Equal rewards, so that only the KL term is left: none without --kl, none for an adapter that changes nothing."""
     policy = grpo_policy()
@@ -2156,7 +2123,6 @@ def test_the_kl_reference_is_the_base_with_the_adapter_switched_off():
     fresh, sums = grpo_gradient(policy, groups, grpo_update(kl=0.1))
     assert sums["kl"] == pytest.approx(0, abs=1e-9) and max(g.abs().max() for g in fresh.values()) < 1e-6
 
-
 @pytest.mark.parametrize("loss", grpo_async.LOSSES)
 def test_a_step_cut_in_one_two_three_or_eight_chunks_has_the_same_gradient(loss):
     policy, update = grpo_policy(), grpo_update(loss)
@@ -2168,7 +2134,6 @@ def test_a_step_cut_in_one_two_three_or_eight_chunks_has_the_same_gradient(loss)
         grpo_near({name: sum(grads[name] for grads, _ in parts) for name in whole}, whole)
         assert sum(s["count"] for _, s in parts) == sums["count"]
 
-
 def test_the_normaliser_of_an_entry_is_the_count_that_the_loss_returns():
     """An entry is written before its gradient is computed; both must count the same tokens."""
     policy = grpo_policy()
@@ -2178,7 +2143,6 @@ def test_the_normaliser_of_an_entry_is_the_count_that_the_loss_returns():
         update = grpo_update(loss, kl=kl, mask_truncated=masks)
         _, sums = grpo_gradient(policy, groups, update)
         assert grpo_async.normaliser(update, [n for g in groups for n in g.trained_tokens(update)]) == sums["count"] > 0
-
 
 def test_truncated_completions_are_not_trained_with_mask_truncated():
     """Its tokens can be anything: the gradient and the count are those of the others, whose advantages it still moves."""
@@ -2192,7 +2156,6 @@ def test_truncated_completions_are_not_trained_with_mask_truncated():
     _, all_of_them = grpo_gradient(policy, [other], grpo_update())
     assert all_of_them["count"] == sums["count"] + 4
 
-
 @pytest.mark.parametrize("loss", grpo_async.LOSSES)
 def test_completions_of_one_token_are_trained(loss):
     """Of one ordinary token, and of the stop token alone."""
@@ -2201,7 +2164,6 @@ def test_completions_of_one_token_are_trained(loss):
     grads, sums = grpo_gradient(policy, [group], grpo_update(loss))
     assert sums["count"] == (24 if loss == "dr_grpo" else 3) and sums["trained_tokens"] == 3
     assert all(g.isfinite().all() for g in grads.values()) and any(g.any() for g in grads.values())
-
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_the_ratio_is_one_while_sampler_and_learner_have_the_same_weights(temperature):
@@ -2217,7 +2179,6 @@ def test_the_ratio_is_one_while_sampler_and_learner_have_the_same_weights(temper
               for i, (prompt, done) in enumerate((prompt, future.result()) for prompt, future in asked)]
     _, sums = grpo_gradient(policy, groups, grpo_update(temperature=temperature))
     assert sums["ratio"] / sums["trained_tokens"] == pytest.approx(1, abs=1e-4) and sums["clipped"] == 0
-
 
 def test_the_written_adamw_is_torch_optim_adamw_to_rounding():
     """Twenty steps of summed parts, clipping (sometimes) and weight decay against the library: 1e-6 is fp32 rounding.
@@ -2238,7 +2199,6 @@ def test_the_written_adamw_is_torch_optim_adamw_to_rounding():
         assert (state.step, state.updates) == (step, step) and norm == pytest.approx(want, rel=1e-5)
     assert max((state.adapter[name] - oracle[name]).abs().max().item() for name in start) < 1e-6
 
-
 @pytest.mark.parametrize("value, normaliser", [(math.nan, 4.0), (math.inf, 4.0), (1.0, 0.0)])
 def test_a_sum_that_is_not_finite_or_counts_nothing_changes_no_state(value, normaliser):
     one, zero = {"a": torch.ones(2)}, {"a": torch.zeros(2)}
@@ -2248,7 +2208,6 @@ def test_a_sum_that_is_not_finite_or_counts_nothing_changes_no_state(value, norm
     moved, _ = grpo_async.apply(state, grpo_update(normaliser=4.0), [one, one])
     assert moved.step == 7 and grpo_async.digest(moved.tensors()) != grpo_async.digest(state.tensors())
 
-
 def test_a_digest_is_sha256_over_name_shape_and_fp32_bytes_in_name_order():
     tensors = {"b": torch.tensor([[1.0], [2.0]]), "a": torch.tensor([-0.0])}
     written = b"a [1]\n" + struct.pack("<f", -0.0) + b"b [2, 1]\n" + struct.pack("<2f", 1, 2)
@@ -2256,7 +2215,6 @@ def test_a_digest_is_sha256_over_name_shape_and_fp32_bytes_in_name_order():
     assert grpo_async.digest(dict(reversed(tensors.items()))) == grpo_async.digest(tensors)
     assert grpo_async.digest({"b": tensors["b"].T, "a": tensors["a"]}) != grpo_async.digest(tensors)
     assert grpo_async.digest({"c": tensors["b"], "a": tensors["a"]}) != grpo_async.digest(tensors)
-
 
 def test_a_digest_changes_with_any_bit():
     values = torch.tensor([0.0, 1.0, -2.5, 1e-30])
@@ -2266,7 +2224,6 @@ def test_a_digest_changes_with_any_bit():
         flipped.view(torch.int32)[i] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
         seen.add(grpo_async.digest({"a": flipped}))
     assert len(seen) == 1 + 4 * 32
-
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
     run = {"lr": 1.0, "warmup_steps": 4, "lr_schedule": "linear"}
@@ -2296,7 +2253,6 @@ def grpo_spoil(kind, data, run_id, way):
         tensors[name].view(-1)[0] = float(way)
     return grpo_async.pack_object(kind, tensors, **{k: v for k, v in header.items() if k not in ("format", "version", "sha256")})
 
-
 def grpo_rewrite(folder, keys, **changes):
     """Writes groups anew with some fields changed; of another version: as new groups, whose keys are returned."""
     run, written = json.loads((folder / "run.json").read_text()), []
@@ -2306,9 +2262,7 @@ def grpo_rewrite(folder, keys, **changes):
         (folder / written[-1]).write_bytes(grpo_async.write_group(group, run))
     return written
 
-
 GRPO_FAULTS = ("a flipped byte", "cut short", "a missing tensor", "a wrong shape", "nan", "inf")
-
 
 def test_a_learner_killed_at_any_point_ends_in_the_same_state(grpo_start, grpo_template, grpo_finished, tmp_path):
     """Six learners, each killed by SIGKILL at another point, started again with the same command; then without any
@@ -2333,14 +2287,12 @@ def test_a_learner_killed_at_any_point_ends_in_the_same_state(grpo_start, grpo_t
     (tmp_path / "fold").mkdir()
     assert grpo_fold(grpo_start, folders[0], grpo_template, tmp_path / "fold") == digest
 
-
 def test_a_learner_killed_at_version_7_goes_on_from_there(grpo_start, grpo_bucket):
     """Not from 0, and with the rollouts it had: none becomes stale by the crash."""
     assert grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS, GRPO_CRASH="before-entry:8").end() == -9
     again = grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS)
     again.done()
     assert re.search(r"step=8 version=8 .* dropped=0 ", again.until("^step="))
-
 
 def test_a_higher_step_count_goes_on_and_a_lower_one_is_complete(grpo_start, grpo_bucket, grpo_finished):
     _, digest, entries, _ = grpo_finished
@@ -2352,17 +2304,19 @@ def test_a_higher_step_count_goes_on_and_a_lower_one_is_complete(grpo_start, grp
     assert grpo_start(*flags, "--steps", 8).done()["digest"] == digest
     assert json.loads((grpo_bucket / "final/manifest.json").read_text())["digest"] == digest
 
-
 def test_another_runs_flags_are_refused_by_name(grpo_start, grpo_bucket):
     """By a learner and by a joiner; nothing in the bucket changes."""
     for role, flags, names in (("learner", ["--lora-r", 4, "--lr", 0.5, "--steps", 9], {"--lora-r", "--lr"}),
-                               ("actor", ["--temperature", 0.5], {"--temperature"})):
+                               ("actor", ["--temperature", 0.5], {"--temperature"}), ("actor", ["--model", "other"], {"--model"})):
         refused = grpo_start("--role", role, "--bucket", grpo_bucket, *flags)
         assert refused.end() == 2
         line = refused.lines[-1]
         assert line.startswith("error: ") and {f for f in re.findall(r"--[a-z-]+(?= is )", line)} == names
     assert not (grpo_bucket / "steps").exists()
-
+    base = grpo_bucket / "base/model.safetensors"
+    base.write_bytes(base.read_bytes()[:-256] + bytes(256))  # the last 64 weights, of the last layer's norm
+    other = grpo_start("--role", "actor", "--bucket", grpo_bucket)
+    assert other.end() == 2 and "not the run's base" in other.lines[-1]
 
 @pytest.mark.parametrize("fault", ["missing", "flipped"])
 def test_a_spoilt_checkpoint_is_passed_over_and_said(grpo_start, grpo_finished, tmp_path, fault):
@@ -2377,7 +2331,6 @@ def test_a_spoilt_checkpoint_is_passed_over_and_said(grpo_start, grpo_finished, 
     refused = grpo_start("--role", "learner", "--bucket", folder, *GRPO_FLAGS)
     assert refused.end() == 1 and "no checkpoint" in refused.lines[-1]
 
-
 def test_a_state_that_the_log_contradicts_is_said_loudly(grpo_start, grpo_finished, tmp_path):
     """A part of step 6 replaced by a valid one of other values: entry 7 was not written on that state."""
     folder = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket"))
@@ -2386,13 +2339,11 @@ def test_a_state_that_the_log_contradicts_is_said_loudly(grpo_start, grpo_finish
     learner = grpo_start("--role", "learner", "--bucket", folder, *GRPO_FLAGS[2:], "--steps", 9)
     assert learner.end() == 1 and "DIVERGED" in learner.text and len(grpo_entries(folder)) == 8
 
-
 def test_an_entry_that_cannot_be_read_ends_the_run_with_one_line(grpo_start, grpo_finished, tmp_path):
     folder = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket"))
     (folder / "steps/000006.json").write_text('{"format": "async')
     learner = grpo_start("--role", "learner", "--bucket", folder, *GRPO_FLAGS)
     assert learner.end() == 1 and "Traceback" not in learner.text and "000006" in learner.lines[-1]
-
 
 def test_corrupted_groups_are_set_aside_and_the_run_goes_on(grpo_start, grpo_bucket):
     """Seven kinds of fault in 30 groups, and seven steps of three from the rest."""
@@ -2408,7 +2359,6 @@ def test_corrupted_groups_are_set_aside_and_the_run_goes_on(grpo_start, grpo_buc
     assert summary["groups_dropped"] == "7" and summary["groups_pending"] == "2"
     grpo_account(grpo_bucket, keys)
 
-
 def test_a_corrupted_group_does_not_starve_the_queue(grpo_start, grpo_base, tmp_path):
     """By default the queue holds one step's groups; one of them spoilt must not leave learner and actor waiting for
     each other."""
@@ -2422,7 +2372,6 @@ def test_a_corrupted_group_does_not_starve_the_queue(grpo_start, grpo_base, tmp_
     again = grpo_start("--role", "learner", "--bucket", tmp_path, *flags)
     again.until("^summary ", 20)
     assert actor.end() == 0 and key in again.text
-
 
 def test_corrupted_parts_are_set_aside_and_computed_anew(grpo_start, grpo_finished, tmp_path):
     """The parts of steps 1 to 6 each with another fault; without the later checkpoints they must be folded again."""
@@ -2438,7 +2387,6 @@ def test_corrupted_parts_are_set_aside_and_computed_anew(grpo_start, grpo_finish
     for step, way in enumerate(GRPO_FAULTS, 1):
         assert f"parts/{step:06d}/000.safetensors is set aside" in learner.text, way
 
-
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_no_restart_can_need_is_deleted(grpo_start, grpo_bucket, grpo_finished, every):
     """Parts, and groups that an entry names, below the checkpoint before the newest confirmed one; what is left is
@@ -2451,7 +2399,6 @@ def test_what_no_restart_can_need_is_deleted(grpo_start, grpo_bucket, grpo_finis
     assert not any((grpo_bucket / key).exists() for key in grpo_async.named_groups(grpo_entries(grpo_bucket)[0]))
     assert grpo_start(*flags, 10).done()["groups_dropped"] == "0"
     assert [k for e in grpo_entries(grpo_bucket) for k in grpo_async.named_groups(e)] == keys
-
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_late_second_put_of_a_consumed_group_changes_nothing(grpo_start, grpo_bucket, tmp_path, is_restarted):
@@ -2482,7 +2429,6 @@ def test_a_late_second_put_of_a_consumed_group_changes_nothing(grpo_start, grpo_
     assert [k for e in grpo_entries(grpo_bucket) for k in grpo_async.named_groups(e)] == keys
     assert not any((grpo_bucket / key).exists() for key in keys[:3])
 
-
 def test_two_learners_end_in_the_state_of_one(grpo_start, grpo_template, tmp_path):
     """Both from the first step on, the second with no flags but the bucket: one entry each step, the parts of either,
     the same bits as one alone with the same three chunks, and as a third that folds entries and groups."""
@@ -2498,7 +2444,6 @@ def test_two_learners_end_in_the_state_of_one(grpo_start, grpo_template, tmp_pat
     assert len(digests) == 1
     assert [e["chunks"] for e in grpo_entries(both)] == [e["chunks"] for e in grpo_entries(alone)]
     grpo_account(both, grpo_keys(grpo_template))
-
 
 def test_a_learner_that_joins_or_stops_midway_ends_in_the_same_state(grpo_start, grpo_bucket, grpo_finished, tmp_path):
     """Groups for three steps; a second learner joins, is stopped, and wakes when the first has done all eight; a third
@@ -2521,7 +2466,6 @@ def test_a_learner_that_joins_or_stops_midway_ends_in_the_same_state(grpo_start,
     assert second.done()["digest"] == want == grpo_finished[1]
     third.end()
 
-
 def test_a_policy_that_does_not_move_is_said(grpo_start, grpo_bucket):
     """Every group with equal rewards: consumed and counted, version after version with the same digest."""
     grpo_rewrite(grpo_bucket, grpo_keys(grpo_bucket), rewards=[0.1] * 4)
@@ -2529,7 +2473,6 @@ def test_a_policy_that_does_not_move_is_said(grpo_start, grpo_bucket):
     summary, entries = learner.done(), grpo_entries(grpo_bucket)
     assert "not moving" in learner.text and len({e["digest_before"] for e in entries} | {summary["digest"]}) == 1
     assert summary["groups_equal"] == "24" and "step=8 version=8 reward=0.1 " in learner.text
-
 
 def test_staleness_is_decided_by_the_entry_and_recorded(grpo_start, grpo_bucket):
     """30 groups of version 0, --max-staleness 2, --sync-steps 2: six steps (versions 0 to 2) use 18; the seventh, at
@@ -2545,7 +2488,6 @@ def test_staleness_is_decided_by_the_entry_and_recorded(grpo_start, grpo_bucket)
     assert all("stale" in reason for reason in entry["dropped"].values())
     assert [p.name for p in sorted((grpo_bucket / "adapters").iterdir())] == ["v000000", "v000001", "v000002", "v000003"]
 
-
 def test_a_sampler_with_other_weights_shows_in_mismatch(grpo_start, grpo_bucket):
     """The learner scores a group again under the version that it names: half a nat off is no rounding."""
     run = json.loads((grpo_bucket / "run.json").read_text())
@@ -2554,7 +2496,6 @@ def test_a_sampler_with_other_weights_shows_in_mismatch(grpo_start, grpo_bucket)
         grpo_rewrite(grpo_bucket, [key], sampler_logprobs=[[x - 0.5 for x in row] for row in group.sampler_logprobs])
     learner = grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS, "--steps", 1)
     assert float(learner.done()["mismatch"]) == pytest.approx(0.5, abs=1e-3) and "MISMATCH" in learner.text
-
 
 def test_a_group_is_read_as_it_was_written(grpo_template):
     run = json.loads((grpo_template / "run.json").read_text())
@@ -2595,15 +2536,13 @@ def test_published_adapters_are_pefts_and_export_copies_and_merges(grpo_start, g
         assert (logits(peft.PeftModel.from_pretrained(base(), path)) - want).abs().max() < 1e-4
     assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) - want).abs().max() < 1e-4
 
-
 def test_eval_scores_the_version_that_is_asked_for(grpo_start, grpo_finished):
-    runs = [grpo_start("--role", "eval", "--bucket", grpo_finished[0], *more) for more in ([], ["--version", 0])]
+    runs = [grpo_start("--role", "eval", "--bucket", grpo_finished[0], *more) for more in ([], ["--policy-version", 0])]
     assert [p.end() for p in runs] == [0, 0]
     newest, untouched = (dict(x.split("=") for x in p.until("^eval version").split()[1:]) for p in runs)
     assert (newest["version"], untouched["version"]) == ("8", "0") and newest["sampled"] != untouched["sampled"]
-    unknown = grpo_start("--role", "eval", "--bucket", grpo_finished[0], "--version", 77)
+    unknown = grpo_start("--role", "eval", "--bucket", grpo_finished[0], "--policy-version", 77)
     assert unknown.end() == 2 and "77" in unknown.lines[-1]
-
 
 def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start, grpo_finished, tmp_path):
     folder = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket"))
@@ -2618,7 +2557,6 @@ def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start
     assert html.count("</script>") == template.count("</script>") and "\\u003c/script>\\u003cb>" in html
     data, _ = json.JSONDecoder().raw_decode(html, html.index('{"run": '))
     assert [s["step"] for s in data["steps"]] == list(range(1, 9)) and data["samples"] and "NaN" not in html
-
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_learner_and_an_actor_started_in_either_order_learn(grpo_start, grpo_base, tmp_path, staleness):
@@ -2640,7 +2578,6 @@ def test_a_learner_and_an_actor_started_in_either_order_learn(grpo_start, grpo_b
     assert max(map(int, re.findall(r"staleness_max=(\d+)", learner.text))) <= staleness
     if not staleness:
         assert float(summary["ratio_mean"]) == pytest.approx(1, abs=1e-4)
-
 
 def test_any_process_of_a_deployment_may_die_and_come_back(grpo_start, grpo_base, tmp_path):
     """Learner, actor, proxy and two samplers, each started by hand. Each but the learner is killed by SIGKILL in mid
@@ -2671,7 +2608,6 @@ def test_any_process_of_a_deployment_may_die_and_come_back(grpo_start, grpo_base
     grpo_account(tmp_path, grpo_keys(tmp_path))
     (tmp_path / "fold").mkdir()
     assert grpo_fold(grpo_start, tmp_path, tmp_path, tmp_path / "fold") == summary["digest"]
-
 
 def test_the_local_run_restarts_what_dies_and_ends_within_five_seconds_of_ctrl_c(grpo_start, grpo_base, tmp_path):
     """`python grpo_async.py` itself: a killed sampler, actor and proxy come back; SIGINT leaves no process and a bucket
@@ -2714,13 +2650,11 @@ def test_a_learner_without_actors_says_so_and_goes_on_when_one_comes(grpo_start,
     grpo_start("--role", "actor", "--bucket", grpo_bucket)
     learner.done()
 
-
 def test_every_role_says_that_it_waits_for_a_run_and_gives_up_at_its_limit(grpo_start, tmp_path):
     waiting = [grpo_start("--role", role, "--bucket", tmp_path, "--wait-s", 6) for role in ("actor", "sampler", "eval", "report", "export")]
     for p in waiting:
         assert "--role learner" in p.until("waiting .*run.json")
         assert p.end() == 1 and "6 s" in p.lines[-1]
-
 
 @contextmanager
 def grpo_peer(*plan):
@@ -2767,13 +2701,11 @@ def grpo_peer(*plan):
         server.shutdown()
         server.server_close()
 
-
 def grpo_asking(start, folder, url, *more):
     """An actor with one group in flight, in a bucket with a run and no groups."""
     for key in grpo_keys(folder):
         (folder / key).unlink()
     return start("--role", "actor", "--bucket", folder, "--sampler", url, "--inflight", 4, *more)
-
 
 def test_a_group_closes_at_its_deadline_with_the_survivors(grpo_start, grpo_bucket):
     """Three of four answered, then silence: a group of three, of which nothing is kept twice; one of one is dropped."""
@@ -2786,7 +2718,6 @@ def test_a_group_closes_at_its_deadline_with_the_survivors(grpo_start, grpo_buck
         assert group.completion_ids == [[6, 7, 1], [7, 7, 1], [8, 7, 1]]
         assert "dropped: 0 of 4" in actor.until("dropped", 10)  # the next one has no survivors
 
-
 def test_404_429_503_and_lost_connections_back_off_and_then_go_on(grpo_start, grpo_bucket):
     with grpo_peer(404, 429, 503, "drop", 500, 4) as (url, asked):
         actor = grpo_asking(grpo_start, grpo_bucket, url)
@@ -2794,7 +2725,6 @@ def test_404_429_503_and_lost_connections_back_off_and_then_go_on(grpo_start, gr
         gaps = [b[0] - a[0] for a, b in zip(asked[:5], asked[1:6])]
         assert min(gaps) > 0.02 and gaps[-1] > 0.3 and sum(gaps) < 6, gaps  # from 0.05 s on, doubled, with jitter
         assert not actor.is_over
-
 
 def test_400_drops_the_prompt_and_401_stops_the_actor(grpo_start, grpo_bucket):
     with grpo_peer(400, 400, 4) as (url, asked):
@@ -2806,7 +2736,6 @@ def test_400_drops_the_prompt_and_401_stops_the_actor(grpo_start, grpo_bucket):
         actor = grpo_asking(grpo_start, grpo_bucket, url)
         assert actor.end() == 2 and "401" in actor.lines[-1] and "--token" in actor.lines[-1] and len(asked) == 1
 
-
 @pytest.mark.parametrize("answer", [0, 400])
 def test_a_sampler_that_never_gives_anything_is_not_asked_in_a_hot_loop(grpo_start, grpo_bucket, answer):
     """200 with no completion (a server paused in mode abort), and 400 to everything."""
@@ -2815,7 +2744,6 @@ def test_a_sampler_that_never_gives_anything_is_not_asked_in_a_hot_loop(grpo_sta
         grpo_wait(lambda: asked, "request", 10)
         threading.Event().wait(2)
         assert len(asked) < 40
-
 
 @pytest.fixture
 def grpo_score(grpo_base):
@@ -2828,7 +2756,6 @@ def grpo_score(grpo_base):
         return task.score(row, done)
     return score
 
-
 def test_a_reward_function_gets_what_trls_would(grpo_score):
     seen = {}
 
@@ -2839,12 +2766,10 @@ def test_a_reward_function_gets_what_trls_would(grpo_score):
     assert (seen["prompts"], seen["completions"], seen["ids"], seen["answer"]) == (["27+15="] * 4, ["42"] * 4, [[10, 8, 1]] * 4, [42] * 4)
     assert grpo_score(lambda completions, answer: [float(c == str(a)) for c, a in zip(completions, answer)]) == [2.0] * 4
 
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 def test_a_reward_that_is_no_number_leaves_its_rollout_out(grpo_score, value):
     assert grpo_score(lambda completions: [value] * 4) == [None] * 4
     assert grpo_score(lambda completions: [value, value, 1.0, 0.0]) == [None, None, 2.0, 0.0]
-
 
 @pytest.mark.parametrize("values", [[1.0], None, ["good"] * 4, [1.0, [2.0], 3.0, 4.0]])
 def test_a_reward_of_the_wrong_length_or_kind_is_the_users_mistake(grpo_score, values):
@@ -2852,7 +2777,6 @@ def test_a_reward_of_the_wrong_length_or_kind_is_the_users_mistake(grpo_score, v
     with pytest.raises(UserError, match="mine"):
         for _ in range(3):
             assert grpo_score(lambda completions: values) == [None] * 4
-
 
 def test_a_reward_that_hangs_or_raises_costs_its_group_and_three_in_a_row_stop_the_actor(grpo_score, capsys):
     forever, began = threading.Event(), time.monotonic()
@@ -2868,7 +2792,6 @@ def test_a_reward_that_hangs_or_raises_costs_its_group_and_three_in_a_row_stop_t
     assert re.search("mine.*no such luck", capsys.readouterr().err)
     with pytest.raises(UserError, match="mine.*ZeroDivisionError.*no such luck"):
         grpo_score(broken)
-
 
 def test_a_reward_file_is_part_of_the_run(grpo_start, grpo_base, tmp_path):
     """A joiner without it, or with another version of it, is told; one that raises stops its actor with exit code 2."""
@@ -2887,7 +2810,6 @@ def test_a_reward_file_is_part_of_the_run(grpo_start, grpo_base, tmp_path):
     other = grpo_start("--role", "actor", *flags)
     assert other.end() == 2 and "--reward" in other.lines[-1]
 
-
 @pytest.mark.parametrize("answer, completion, want", [
     ("42", "so 41 or \\boxed{42}", 1), ("42", "\\boxed{41} 42", 0), ("42", "is 42.", 1), ("1234.5", "it is 1,234.50", 1), ("-3", "x = -3", 1),
     ("3", "x = -3", 0), ("#### 7", "text\n#### 7", 1), ("7", "#### 7 apples\nno: 8", 0), ("B", "The answer is (B).", 1), ("B", "A or C", 0), ("5", "", 0)])
@@ -2895,10 +2817,8 @@ def test_math_answers_are_compared_as_numbers_or_letters(answer, completion, wan
     assert grpo_async.math_reward(completions=[completion], answer=[answer]) == [want]
     assert grpo_async.math_reward(completions=[[{"role": "assistant", "content": completion}]], answer=[answer]) == [want]
 
-
 def test_an_addition_counts_when_it_stops_by_itself_on_the_sum():
     assert grpo_async.add_reward(["42", ",12,42", "421", ",12,42", ""], [42] * 5, ["stop", "stop", "stop", "length", "stop"]) == [1, 1, 0, 0, 0]
-
 
 @pytest.mark.parametrize("text, problem", [
     ('{"prompt": "1+1="}\n\n{"prompt": "1+', "data.txt.*line 3"), ('{"prompt": "1+1=", "answer": 2}\n[1]', "data.txt.*line 2"),
@@ -2913,7 +2833,6 @@ def test_a_data_file_that_cannot_be_used_is_one_line_and_exit_2(grpo_start, grpo
     assert refused.end() == 2 and re.search(problem, refused.lines[-1]) and "Traceback" not in refused.text
     (tmp_path / "data.txt").write_text('{"prompt": "1+1=", "answer": 2}\n')
     grpo_start(*flags).until("^ready role=learner")
-
 
 def test_a_data_file_with_empty_lines_one_prompt_and_one_too_long_trains(grpo_start, grpo_base, tmp_path):
     shutil.copytree(grpo_base, tmp_path / "base")

@@ -1,5 +1,7 @@
-"""A reward file: python grpo_async.py --role learner --data d.jsonl --reward examples/rewards/short_number.py:correct
---reward examples/rewards/short_number.py:short=0.2
+"""A reward file with two functions: a right number, and a bonus for few tokens.
+
+    python grpo_async.py --model FOLDER --data d.jsonl \\
+        --reward examples/rewards/short_number.py:correct --reward examples/rewards/short_number.py:short=0.2
 
 Every function gets lists with one item per completion, and returns one number (or None: leave it out) for each:
 prompts, completions, completion_ids, finish_reasons, and every other column of the data (here: answer).
