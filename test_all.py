@@ -2427,7 +2427,7 @@ def test_a_late_second_put_of_a_consumed_group_changes_nothing(grpo_start, grpo_
         open_bucket(str(grpo_bucket)).put_new(key, (saved / key[7:]).read_bytes())
     learner.done()
     assert [k for e in grpo_entries(grpo_bucket) for k in grpo_async.named_groups(e)] == keys
-    assert not any((grpo_bucket / key).exists() for key in keys[:3])
+    assert is_restarted or not any((grpo_bucket / key).exists() for key in keys[:3])  # the dead one, alive for 15 s, may have had the cleaning
 
 def test_two_learners_end_in_the_state_of_one(grpo_start, grpo_template, tmp_path):
     """Both from the first step on, the second with no flags but the bucket: one entry each step, the parts of either,
@@ -2560,7 +2560,7 @@ def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_learner_and_an_actor_started_in_either_order_learn(grpo_start, grpo_base, tmp_path, staleness):
-    """Nothing between them but a folder. Greedy held-out accuracy rises by 0.2 at least (by 0.4 to 0.8 in ten tries).
+    """Nothing between them but a folder. Greedy held-out accuracy rises by 0.2 at least (by 0.48 to 0.89 in 16 tries).
     With --max-staleness 0 it is the synchronous loop: every group is of the learner's version, and none is dropped."""
     shutil.copytree(grpo_base, tmp_path / "base")
     asking = ["--role", "actor", "--bucket", tmp_path, "--queue-groups", 100]  # not the queue but staleness sets the pace
@@ -2585,20 +2585,20 @@ def test_any_process_of_a_deployment_may_die_and_come_back(grpo_start, grpo_base
     The run completes; no group is lost or trained twice; a fold of the log is the same state."""
     shutil.copytree(grpo_base, tmp_path / "base")
     at = ["--bucket", tmp_path]
-    flags = "--steps 20 --groups-per-step 6 --group-size 4 --lora-r 2 --checkpoint-steps 100 --lr 0.001 --eval-steps -1".split()
+    flags = "--steps 20 --groups-per-step 6 --group-size 4 --lora-r 2 --max-staleness 6 --checkpoint-steps 100 --lr 0.001 --eval-steps -1".split()
     learner = grpo_start("--role", "learner", *at, *flags, GRPO_CRASH="after-entry:15")
     samplers = [grpo_start("--role", "sampler", *at, "--listen", "127.0.0.1:0") for _ in range(2)]
     proxy = grpo_start("--role", "proxy", *at, "--listen", "127.0.0.1:0")
     url = re.search(r"url=(http://(\S+))", proxy.until("^ready role=proxy"))
-    asking = ["--sampler", url[1], "--queue-groups", 18]  # more than what a dead actor had in flight, which counts for 15 s
-    actor = grpo_start("--role", "actor", *at, *asking)
+    asking = ["--sampler", url[1], "--queue-groups"]  # the second may queue more than the first, whose work in flight counts for 15 s
+    actor = grpo_start("--role", "actor", *at, *asking, 12)
     for step, name in ((3, "sampler"), (6, "proxy"), (9, "actor")):
         learner.until(f"^step={step} ", 60)
         victim = {"sampler": samplers[0], "proxy": proxy, "actor": actor}[name]
         victim.kill()
         victim.end()
         listen = url[2] if name == "proxy" else "127.0.0.1:0"
-        again = grpo_start("--role", name, *at, *(asking if name == "actor" else ["--listen", listen]))
+        again = grpo_start("--role", name, *at, *([*asking, 24] if name == "actor" else ["--listen", listen]))
         actor = again if name == "actor" else actor
     assert learner.end() == -signal.SIGKILL, learner.text
     again = grpo_start("--role", "learner", *at, *flags)
