@@ -374,7 +374,7 @@ def test_of_8_racing_publishers_one_creates_and_the_rest_agree(any_bucket):
     assert list(any_bucket.list()) == [f"adapters/v000001/{name}" for name in ("a", "b", "manifest.json")]
 
 def test_a_manifest_seen_before_its_files_is_waited_for(any_bucket, tmp_path):
-    """CASE 10: a store that reorders. The file is written when, and only when, the reader has missed it."""
+    """A store that reorders. The file is written when, and only when, the reader has missed it."""
     source = bucket.open_bucket(tmp_path / "source")
     source.publish("p", {"a": b"1", "b": b"22"})
     for name in "a", "manifest.json":
@@ -594,7 +594,7 @@ def test_writing_goes_on_while_emptied_folders_vanish(tmp_path):
 
 @pytest.mark.parametrize("lacking", [["link"], ["link", "rename", "replace", "chmod"]], ids=["links", "links, rename and chmod"])
 def test_a_mount_without(tmp_path, monkeypatch, lacking, caplog):
-    """CASE 17, as on FAT and mountpoint-s3: objects and adapters are written all the same, and the probe says one learner only."""
+    """As on FAT and mountpoint-s3: objects and adapters are written all the same, and the probe says one learner only."""
     def refuse(*args, **options):
         raise OSError(95, "Operation not supported")
 
@@ -655,7 +655,7 @@ def test_a_passing_fault_is_tried_again(bucket_faults, fault, caplog):
 
 @pytest.mark.parametrize("fault", ["lost", "500 landed"])
 def test_the_412_of_ones_own_earlier_try_is_a_success(bucket_faults, fault):
-    """CASE 14: the first try landed, its reply was lost; the retry is refused by our own object."""
+    """The first try landed, its reply was lost; the retry is refused by our own object."""
     bucket_faults.script[:] = [fault]
     assert bucket_faults.bucket.put_new("steps/1", b"mine") is True
     assert [method for method, *_ in bucket_faults.requests] == ["PUT", "PUT", "GET"]
@@ -829,7 +829,7 @@ def test_a_store_that_lacks_conditions_serves_one_writer(bucket_faults, caplog):
     assert store.conditional is False and store.probe() is False and caplog.text.count("one learner only") == 1
 
 def test_rclone_ignores_conditions_and_the_probe_finds_it(bucket_aws, tmp_path, capsys):
-    """CASE 15. After the probe put_new looks before it writes, so that one writer is safe."""
+    """After the probe put_new looks before it writes, so that one writer is safe."""
     (tmp_path / "b").mkdir()
     port = bucket_port()
     command = [Path(sys.executable).with_name("rclone"), "serve", "s3", tmp_path, "--addr", f"127.0.0.1:{port}",
@@ -3190,7 +3190,7 @@ def proxy_folder(path: Path, weights=b"w") -> Path:
 
 def test_the_same_files_load_again_and_other_files_only_under_a_clients_own_name(tmp_path):
     """TRL numbers its adapters from 1 in every run: a resumed run meets names of the former one, with other weights. Its own name may
-    change its files; a `policy-vN` of the bucket never does (case 1, 24)."""
+    change its files; a `policy-vN` of the bucket never does."""
     engine = ProxyEngine()
     with proxy_replica(engine, roots=[tmp_path]) as url:
         for name in ("trl-policy-v1", "policy-v1"):
@@ -3320,7 +3320,7 @@ def proxy_prompts(count, template=23, seed=1):
 
 @pytest.mark.parametrize("template", [0, 23, 200])
 def test_a_groups_requests_meet_on_one_replica_and_load_stays_even(template):
-    counts, got, _ = proxy_choices(proxy_prompts(64, template))   # case 48: 8 × 64 on 4
+    counts, got, _ = proxy_choices(proxy_prompts(64, template))   # 8 × 64 on 4
     total = 8 * 64
     assert abs(counts["cold"] / total - 0.125) <= 0.02 and counts["spill"] / total <= 0.05, counts
     assert all(abs(one / total * 4 - 1) <= 0.10 for one in got.values()), got
@@ -3536,7 +3536,7 @@ def test_a_manifest_that_cannot_be_read_is_set_aside_and_hides_no_other(proxy_bu
     assert [line for line in caplog.messages if "set aside" in line] == ["adapters/v000002/manifest.json is set aside: TypeError: 'NoneType' object is not subscriptable"]
 
 def test_later_versions_that_the_bucket_does_not_know_are_told_to_leave(proxy_bucket, proxy_peers):
-    """Case 24: the learner went back to version 1; a sampler still holds version 9. It also held a wrong version 1: replaced."""
+    """The learner went back to version 1; a sampler still holds version 9. It also held a wrong version 1: replaced."""
     peer = proxy_peers[0]
     peer.adapters, peer.lies = {"policy-v9": "x", "policy-v1": "x", "mine": "x"}, {"policy-v1": 9}
     original = peer.answer
@@ -3599,7 +3599,7 @@ def test_a_replica_that_dies_mid_request_costs_the_client_nothing(proxy_bucket, 
             assert in_flight % 3 == 0                # rollouts, not requests
             dying.kill()
             assert {reply.result().json()["served_by"] for reply in replies} == {other.port}
-        assert set(proxy_metric(url, "vllm:num_requests_running").values()) == {0}   # cases 49, 51
+        assert set(proxy_metric(url, "vllm:num_requests_running").values()) == {0}
         assert in_flight / 3 <= proxy_metric(url, "grpo:router_retried_total")["grpo:router_retried_total{}"] <= 8
         proxy_until(lambda: "<td>out</td>" in requests.get(url, timeout=5).text)
 
@@ -3701,7 +3701,7 @@ def test_the_replica_token_goes_to_replicas_only_and_is_never_shown(proxy_peers,
     assert {token for _, _, token in peer.log} == {"Bearer inner-secret"} and "secret" not in caplog.text + page
 
 def test_a_load_is_on_all_live_replicas_or_on_none(tmp_path, proxy_peers):
-    """Case 52. One replica refuses for good: the other is rolled back, and the client sees 504 with the reason, never the 404 (which
+    """One replica refuses for good: the other is rolled back, and the client sees 504 with the reason, never the 404 (which
     ends a TRL run). A replica that is dead is no reason to refuse."""
     one, two = proxy_peers
     path = proxy_folder(tmp_path / "a1")
@@ -3771,7 +3771,7 @@ def test_a_pause_is_for_all_and_a_client_killed_inside_one_leaves_nobody_paused(
         assert reply.status_code == 504 and "cannot" in reply.text and not one.is_paused
 
 def test_nothing_grows_over_many_publishes(proxy_bucket, proxy_peers):
-    """Case 16, the proxy's part: 60 versions through one replica; three live at a time in it and in the router."""
+    """The proxy's part: 60 versions through one replica; three live at a time in it and in the router."""
     with proxy_router(proxy_bucket, [proxy_peers[0].url]) as url:
         for version in range(60):
             proxy_publish(proxy_bucket, version)
