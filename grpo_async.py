@@ -84,6 +84,10 @@ class Diverged(Exception):
     """This learner's state is not the one that the log's next entry was written on; reload and fold again."""
 
 
+class Lost(Exception):
+    """Another learner decided this step first; its entry counts, and what was computed for ours is forgotten."""
+
+
 class Busy(Exception):
     """A sampler cannot answer now (404 of a version just gone, 429, 5xx, transport): ask again, with back-off."""
 
@@ -734,23 +738,50 @@ def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> 
 
 # ---------------------------------------------------------------- 5. The learner
 
+class Behind:
+    """Writes in the order given, behind the learner's back. After a failure nothing more is written until `landed` has
+    raised it: what lies in the bucket is always the beginning of what was asked for."""
+
+    def __init__(self):
+        self.thread, self.last = ThreadPoolExecutor(1), None
+
+    def write(self, function, *args) -> None:
+        before = self.last
+
+        def job():
+            if before:
+                before.result()
+            return function(*args)
+        self.last = self.thread.submit(job)
+
+    def landed(self):
+        """Waits until everything is written; what the last write returned. Raises the first failure, once."""
+        last, self.last = self.last, None
+        return last.result() if last else None
+
+
 class Learner:
-    """Decides, computes, folds and publishes; everything it knows can be rebuilt from the bucket."""
+    """Decides, computes, folds and publishes; everything it knows can be rebuilt from the bucket.
+
+    A bucket may be far, so a learner that is alone does not wait for it: the entry is on its way while its chunks are
+    computed, and a part while the next step is. Two rules keep the log true: writes land in order, and no part is
+    written, nor its step applied, before the entry has landed as the one that counts. At most one part is unlanded."""
 
     def __init__(self, bucket, run: dict, args, policy: Policy, task: Task):
         self.bucket, self.run, self.args, self.policy, self.task = bucket, run, args, policy, task
         self.id, self.log, self.pool = os.urandom(4).hex(), Log(bucket, run), ThreadPoolExecutor(8)
+        self.behind, self.keeper = Behind(), Behind()  # entries, parts, adapters in order; checkpoints and cleaning
         self.groups: dict[str, Group] = {}     # valid, not yet named by an entry
         self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
         self.consumed: dict[str, int] = {}     # key: step of the entry that names it, until it is deleted
-        self.metrics: dict = {}                # of the last step applied
-        self.timings: list[dict] = []          # rows of metrics/ not yet written
+        self.metrics: dict = {}                # of the last step applied; the next entry carries them
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
-        self.timing_chunks = self.unmoved = self.queue_groups = self.place = 0
-        self.has_swept, self.canary_base, self.mismatch = False, None, None
+        self.unmoved = self.queue_groups = self.place = self.decided = 0
+        self.look_sent, self.has_swept, self.canary_base, self.mismatch = None, False, None, None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
         self.member.update(steps=args.steps)
         self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
+        self.company, self.pace_s, self.is_alone = [self.id], 0.0, False  # pace: seconds per trained token; 0 is unknown
 
     # ---- start and recovery
 
@@ -765,7 +796,7 @@ class Learner:
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
         self.consumed = self.log.named(oldest + 1, newest)
         self.load_checkpoint(newest)
-        self.refresh_groups()  # all that lie there, while all that they can be named by is known
+        self.look()  # at all groups that lie there, while all that they can be named by is known
         if newest:
             say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
 
@@ -809,24 +840,45 @@ class Learner:
         warn(f"DIVERGED: {problem}; folding again from a checkpoint")
         if attempt > 3:
             raise BucketError(f"{problem}; folding again did not help")
+        self.decided = 0
         self.load_checkpoint(self.state.step - (attempt - 1) * self.run["checkpoint_steps"])
 
     # ---- groups and entries
 
-    def refresh_groups(self) -> None:
-        """Fetches the groups not seen before: all of them the first time, then those young enough to train on."""
-        version = policy_version(self.state.step, self.run)
-        start = f"groups/{max(0, version - self.run['max_staleness']):06d}" if self.has_swept else ""
-        self.has_swept = True
-        new = [k for k in self.bucket.list("groups/", start_after=start)
-               if k not in self.groups and k not in self.refused and k not in self.consumed]
-        for key, group in zip(new, self.pool.map(self.try_group, new)):
+    def look(self, is_patient: bool = True) -> None:
+        """Takes in what a look at the bucket found, if it is back or `is_patient`, and sends the next one out."""
+        self.look_sent = self.look_sent or self.pool.submit(self.look_once)
+        if not is_patient and not self.look_sent.done():
+            return
+        for key, group in self.look_sent.result():
+            if key in self.consumed:
+                continue
             if isinstance(group, Group):
                 self.groups[key] = group
             elif group:
                 self.refused[key] = group
                 self.member.update(set_aside=list(self.refused))
                 warn(f"{key} is set aside: {group}")
+        self.look_sent = self.pool.submit(self.look_once)
+
+    def look_once(self) -> list[tuple[str, Group | str]]:
+        """Thread: the newest entry, the learners alive, and the groups not seen before: all of them the first time,
+        then those young enough to train on. Listing starts there, so its cost does not grow with the run."""
+        version = policy_version(self.state.step, self.run)
+        start = f"groups/{max(0, version - self.run['max_staleness']):06d}" if self.has_swept else ""
+        self.has_swept = True
+        self.log.refresh()
+        self.company = self.find_company()
+        new = [k for k in self.bucket.list("groups/", start_after=start)
+               if k not in self.groups and k not in self.refused and k not in self.consumed]
+        return list(zip(new, self.pool.map(self.try_group, new)))
+
+    def find_company(self) -> list[str]:
+        """Ids of the learners among whom a step is divided, in order: those alive, but for any that needs three times
+        as long for a token as the fastest."""
+        pace_s = {i: m.get("pace_s", 0.0) for i, m in self.learners.poll(1.0).items()} | {self.id: self.pace_s}
+        limit = 3 * min((s for s in pace_s.values() if s), default=0.0)
+        return sorted(i for i, s in pace_s.items() if s <= limit)
 
     def try_group(self, key: str) -> Group | str:
         """The group, or why it cannot be trained on (after a second read: a transfer may have failed); "" if gone."""
@@ -841,9 +893,8 @@ class Learner:
         return problem
 
     def decide(self, step: int) -> dict | None:
-        """Writes the entry of a step if there are groups enough, else None. If another learner's came first, that counts."""
+        """The entry of a step if there are groups enough, else None. If another learner's came first, that counts."""
         run, version = self.run, policy_version(step - 1, self.run)
-        self.refresh_groups()
         stale = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
                  if version - number_in(k) > run["max_staleness"]}
         usable = sorted(self.groups.keys() - stale.keys())  # the key starts with the version: oldest first
@@ -851,7 +902,7 @@ class Learner:
         if len(usable) < run["groups_per_step"]:
             return None
         chosen = [self.groups[k] for k in usable[:run["groups_per_step"]]]
-        n = min(len(chosen), self.args.chunks or len(self.company()))
+        n = min(len(chosen), self.args.chunks or len(self.company))
         cuts = [len(chosen) * i // n for i in range(n + 1)]
         trained = [n for g in chosen for n in g.trained_tokens(run)]
         update = {k: run[k] for k in ("loss", "clip_low", "clip_high", "kl", "tis", "clip_norm", "weight_decay",
@@ -863,60 +914,91 @@ class Learner:
                  "dropped": self.refused | stale, "update": update, "policy_version": policy_version(step, run),
                  "publish": step % run["sync_steps"] == 0, "digest_before": self.digest, "previous": self.metrics,
                  "groups_equal": sum(g.is_equal for g in chosen), "written_by": self.id, "unix_s": time.time()}
+        self.decided = step
+        self.behind.write(self.put_entry, entry)
+        try:
+            if len(self.company) > 1:
+                self.landed()
+        except Lost:
+            return self.log.read(step)
+        return entry
+
+    def put_entry(self, entry: dict) -> None:
+        step = entry["step"]
         crash_point("before-entry", step)
-        self.bucket.put_new(f"steps/{step:06d}.json", json.dumps(entry, sort_keys=True).encode())
+        if not self.bucket.put_new(f"steps/{step:06d}.json", json.dumps(entry, sort_keys=True).encode()):
+            self.decided, self.log.newest = 0, max(self.log.newest, step)
+            raise Lost(f"another learner's entry {step} came first")
         crash_point("after-entry", step)
-        self.log.newest = max(self.log.newest, step)
-        return self.log.read(step)  # what lies in the bucket, ours or the winner's
+        self.log.entries[step], self.log.newest = entry, max(self.log.newest, step)
+
+    def landed(self):
+        """Waits for the writes behind; the time counts as synchronisation."""
+        began = time.monotonic()
+        try:
+            return self.behind.landed()
+        finally:
+            self.clock["sync_s"] += time.monotonic() - began
 
     def next_entry(self, step: int) -> dict:
         """The entry of a step: read, or decided here as soon as there are groups. Says who is missing while it waits."""
         wait = Wait(self.args.wait_s)
-        while True:
-            entry = self.log.read(step) if step <= self.log.newest or step <= self.log.refresh() else self.decide(step)
-            if entry:
-                break
+        self.look(is_patient=False)
+        while not (entry := self.log.read(step) if step <= self.log.newest else self.decide(step)):
             living, missing = self.actors.poll(1.0), self.actors.missing()
             gone = ", ".join(f"{i} not heard of for {s:.0f} s" for i, s in missing.items()) or "none has been seen"
             wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; " + (
                 f"{len(living)} actors alive" if living else
                 f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}"), self.args.poll_s)
+            self.look()
         if entry["digest_before"] != self.digest:
             raise Diverged(f"entry {step} was written on state {entry['digest_before'][:12]}, this learner has {self.digest[:12]}")
-        self.consumed |= dict.fromkeys(named_groups(entry), step)
-        for key in named_groups(entry):
-            self.refused.pop(key, None)
         if not self.args.has_steps:  # somebody else may have extended the run
             self.args.steps = max(self.args.steps, entry["steps"])
         return entry
 
     # ---- parts
 
-    def company(self) -> list[str]:
-        """Ids of the learners alive, this one included, in order."""
-        return sorted({self.id, *self.learners.poll(1.0)})
-
     def gather(self, entry: dict) -> list[tuple]:
         """(tensors, header) of every part of a step: those that others wrote, and those computed here.
 
-        Starts at its own place among the learners alive; after a chunk it waits twice its own time before it takes over
-        what the slow and the dead have left. A chunk computed twice is harmless: the first valid part counts."""
-        n, company = len(entry["chunks"]), self.company()
-        self.place = company.index(self.id)
-        order = [(self.place * n // len(company) + i) % n for i in range(n)]
-        own = order[:-(-n // len(company))]
-        have, spoilt, takeover_at, wait = {}, {}, 0.0, Wait(self.args.wait_s)
-        while True:
-            self.collect(entry, have, spoilt)
-            missing = [c for c in order if c not in have]
+        Computes its own chunks first; then it waits twice the time these took before it takes over what the slow and
+        the dead have left. A chunk computed twice is harmless: the first valid part counts."""
+        n, company, began = len(entry["chunks"]), self.company, time.monotonic()
+        self.is_alone = company == [self.id] and entry["step"] == self.decided  # then nobody else can have written a part
+        if not self.is_alone:
+            self.landed()  # an entry decided here, before anybody's parts are taken for its parts
+        self.place = company.index(self.id) if self.id in company else -1
+        own = [c for c in range(n) if c * len(company) // n == self.place]
+        order = list(dict.fromkeys(own + [(c + max(0, self.place)) % n for c in range(n)]))
+        have, spoilt, wait = {}, {}, Wait(self.args.wait_s)
+        takeover_at = began + 2 * self.pace_s * entry["update"]["trained_tokens"] / n
+        while missing := [c for c in order if c not in have]:
+            if not self.is_alone:
+                self.collect(entry, have, spoilt)
+                missing = [c for c in missing if c not in have]
             if not missing:
-                return [have[c] for c in range(n)]
-            began = time.monotonic()
-            if missing[0] in own or began >= takeover_at or len(self.company()) == 1:
-                self.write_part(entry, missing[0], spoilt.get(missing[0], 0))
+                break
+            chunk, began = missing[0], time.monotonic()
+            if chunk in own or began >= takeover_at or self.find_company() == [self.id]:
+                part = self.compute_part(entry, chunk)
+                self.landed()  # the entry if it was decided here, and the part before
+                self.behind.write(self.put_part, entry, chunk, spoilt.get(chunk, 0), part, self.is_alone)
+                if self.is_alone or self.landed():
+                    have[chunk] = self.read_part(part, entry, chunk)
                 takeover_at = time.monotonic() + 2 * (time.monotonic() - began)
             else:
                 wait.tick(f"parts {missing} of step {entry['step']} from {company}", self.args.poll_s)
+        return [have[c] for c in range(n)]
+
+    def put_part(self, entry: dict, chunk: int, attempt: int, data: bytes, is_applied: bool) -> bool:
+        """Writes a part, create-if-absent. Diverged if another's counts and this learner has gone on with its own."""
+        key = f"parts/{entry['step']:06d}/{chunk:03d}{f'.{attempt}' if attempt else ''}.safetensors"
+        is_first = self.bucket.put_new(key, data)
+        if not is_first and is_applied and read_header(self.bucket.get(key))["sha256"] != read_header(data)["sha256"]:
+            raise Diverged(f"{key} was written by another learner, with other bits, while this one thought itself alone")
+        crash_point("after-part", entry["step"])
+        return is_first
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
         """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
@@ -945,8 +1027,8 @@ class Learner:
             raise Corrupt("NaN or infinity in its tensors")
         return {n: t.float() for n, t in tensors.items()}, header
 
-    def write_part(self, entry: dict, chunk: int, attempt: int) -> None:
-        """Computes a chunk's gradient under the state before the step and writes it, create-if-absent."""
+    def compute_part(self, entry: dict, chunk: int) -> bytes:
+        """A chunk's gradient under the state before the step, as the object of its part."""
         step, began, groups = entry["step"], time.monotonic(), []
         self.member.update(doing=f"chunk {chunk} of step {step}")
         for key in entry["chunks"][chunk]:
@@ -955,26 +1037,28 @@ class Learner:
                 raise (BucketError if group else NotFound)(
                     f"{key}, which entry {step} names, cannot be read ({group or 'gone'}), and its part is missing")
             groups.append(group)
+        is_checked = chunk == 0 and step % 10 == 1 and len(set(groups[0].versions)) == 1
+        fetched = self.pool.submit(self.bucket.fetch, f"adapters/v{groups[0].versions[0]:06d}") if is_checked else None
         grads, sums = chunk_gradient(self.policy, groups, self.run, entry["update"], self.args.token_budget)
+        if sums["trained_tokens"]:
+            now_s = (time.monotonic() - began) / sums["trained_tokens"]
+            self.pace_s = 0.8 * self.pace_s + 0.2 * now_s if self.pace_s else now_s
         is_finite = all(bool(g.isfinite().all()) for g in grads.values())
         if not is_finite:
             warn(f"the gradient of chunk {chunk} of step {step} is not finite: the step will change nothing")
-        if chunk == 0 and step % 10 == 1:
-            sums["mismatch"], sums["mismatch_tokens"] = self.check_mismatch(groups[0])
+        if fetched:
+            sums["mismatch"], sums["mismatch_tokens"] = self.check_mismatch(groups[0], fetched)
         dtype = getattr(torch, self.run["part_dtype"])
-        data = pack_object("part", {n: g.to(dtype) for n, g in grads.items()} if is_finite else {}, step=step,
+        part = pack_object("part", {n: g.to(dtype) for n, g in grads.items()} if is_finite else {}, step=step,
                            chunk=chunk, digest_before=entry["digest_before"], is_finite=is_finite, sums=sums,
                            run_id=self.run["run_id"], written_by=self.id)
         self.clock["fwd_bwd_s"] += time.monotonic() - began
-        self.bucket.put_new(f"parts/{step:06d}/{chunk:03d}{f'.{attempt}' if attempt else ''}.safetensors", data)
-        crash_point("after-part", step)
+        return part
 
-    def check_mismatch(self, group: Group) -> tuple[float, int]:
+    def check_mismatch(self, group: Group, fetched) -> tuple[float, int]:
         """The honest check: a group scored again under its own version. Nothing if that adapter is gone."""
-        if len(set(group.versions)) > 1:
-            return 0.0, 0
         try:
-            files = self.bucket.fetch(f"adapters/v{group.versions[0]:06d}")[1]
+            files = fetched.result()[1]
         except (NotFound, Corrupt) as error:
             warn(f"no mismatch check: {error}")
             return 0.0, 0
@@ -987,16 +1071,16 @@ class Learner:
 
     # ---- publishing and keeping
 
-    def publish(self) -> None:
-        """Adapter files and the manifest with the canary; once, by whoever finds the version missing."""
+    def publish(self, is_new: bool = False) -> None:
+        """Adapter files and the manifest with the canary; once, by whoever finds the version missing (or knows it new)."""
         step, run = self.state.step, self.run
         version = policy_version(step, run)
         prefix = f"adapters/v{version:06d}"
-        if any(self.bucket.list(prefix + "/manifest.json")):
+        if not is_new and any(self.bucket.list(prefix + "/manifest.json")):
             return
         files = lora.adapter_files(self.state.adapter, run["lora_r"], run["lora_alpha"], run["target_modules"], run["model"])
-        crash_point("during-publish", step)
-        self.bucket.publish(prefix, files, {
+        self.behind.write(crash_point, "during-publish", step)
+        self.behind.write(self.bucket.publish, prefix, files, {
             "policy_version": version, "step": step, "run_id": run["run_id"], "digest": self.digest,
             "sha256": hashlib.sha256(files["adapter_model.safetensors"]).hexdigest(), "canary": self.canary()})
 
@@ -1015,41 +1099,38 @@ class Learner:
         self.canary_base = self.canary_base or top(None)
         return {"prompts": prompts, "dtype": str(self.policy.model.dtype).removeprefix("torch."), "adapter": top(0), "base": self.canary_base}
 
-    def clean(self) -> None:
-        """Deletes what no restart can need: below the checkpoint *before* the newest one that an entry confirms."""
-        run, version = self.run, policy_version(self.state.step, self.run)
-        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < self.state.step and json.loads(self.bucket.get(
-            f"checkpoints/{s:06d}/manifest.json")).get("digest") == self.log.read(s + 1)["digest_before"]]
-        floor = kept[-2] if len(kept) > 1 else 0
-        for key in [k for k, t in self.consumed.items() if t <= floor]:
-            self.bucket.delete(key)
-            if number_in(key) < version - run["max_staleness"]:  # younger: a late duplicate could still be listed
-                del self.consumed[key]
+    def clean(self, state: State, consumed: dict[str, int]) -> tuple[list[str], dict[str, str]]:
+        """Thread: deletes what no restart can need: below the checkpoint *before* the newest one that an entry confirms.
+
+        Returns the deleted groups, and those too old to be listed any more that no entry names: the next entry drops them."""
+        run, version, log = self.run, policy_version(state.step, self.run), Log(self.bucket, self.run)
+        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < state.step and json.loads(self.bucket.get(
+            f"checkpoints/{s:06d}/manifest.json")).get("digest") == log.read(s + 1)["digest_before"]]
+        floor, oldest = kept[-2] if len(kept) > 1 else 0, version - run["max_staleness"]
+        gone = [k for k, t in consumed.items() if t <= floor]
+        late, swept = self.sweep(oldest, state.step, consumed, log)
         for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
-            for key in [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]:
-                self.bucket.delete(key)
+            late += [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]
+        for role, members in (("learner", self.learners), ("actor", self.actors)):
+            late += [f"members/{role}-{i}.json" for i, silent_s in members.missing().items() if silent_s > 60]
+        with ThreadPoolExecutor(8) as pool:  # of its own: a look at the bucket must not stand behind a thousand deletions
+            list(pool.map(self.bucket.delete, gone + late))
         for v in manifests(self.bucket, "adapters/"):
             if v < version - max(10, 2 * (run["max_staleness"] + 2)):
                 self.bucket.delete_prefix(f"adapters/v{v:06d}")
-        for role, members in (("learner", self.learners), ("actor", self.actors)):
-            for member, silent_s in members.missing().items():
-                if silent_s > 60:
-                    self.bucket.delete(f"members/{role}-{member}.json")
-        self.sweep(version - run["max_staleness"])
+        return [k for k in gone if number_in(k) < oldest], swept  # younger: a late duplicate could still be listed
 
-    def sweep(self, oldest: int) -> None:
-        """Groups too old to be listed any more that no entry names become recorded drops of the next entry; a late
-        duplicate of one that an entry did name is deleted again."""
-        run = self.run
-        for key in [k for k in self.bucket.list("groups/") if number_in(k) < oldest]:
+    def sweep(self, oldest: int, step: int, consumed: dict, log: Log) -> tuple[list[str], dict[str, str]]:
+        """Of the groups too old to be listed: late duplicates of those that an entry did name, and drops to record."""
+        run, late, swept = self.run, [], {}
+        for key in [k for k in self.bucket.list("groups/") if number_in(k) < oldest and k not in consumed]:
             v = number_in(key)
-            if key in self.consumed or key in self.groups or key in self.refused:
-                continue
             last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
-            if key in self.log.named(v * run["sync_steps"] + 1, min(self.state.step, last)):
-                self.bucket.delete(key)
+            if key in log.named(v * run["sync_steps"] + 1, min(step, last)):
+                late.append(key)
             else:
-                self.refused[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
+                swept[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
+        return late, swept
 
     # ---- the loop
 
@@ -1059,16 +1140,23 @@ class Learner:
             self.publish()
             self.evaluate()
         attempt = furthest = 0
-        while self.state.step < max(self.args.steps, self.log.refresh()):
+        while True:
             try:
-                self.step()
-                attempt = attempt if self.state.step <= furthest else 0
+                if self.state.step < max(self.args.steps, self.log.newest):
+                    self.step()
+                    attempt = attempt if self.state.step <= furthest else 0
+                    continue
+                self.publish()
+                self.landed()
+                break
+            except Lost:
+                pass  # the next turn reads the entry that counts
             except Diverged as problem:
                 attempt, furthest = attempt + 1, max(furthest, self.state.step + 1)
                 self.recover(problem, attempt)
             except NotFound:  # this learner slept, and others have cleaned: a newer checkpoint stands for what is gone
                 self.skip_ahead()
-        self.publish()
+        self.keeper.landed()
         self.evaluate()
 
     def skip_ahead(self) -> None:
@@ -1090,37 +1178,50 @@ class Learner:
         self.clock = dict.fromkeys(self.clock, 0.0)
         self.member.update(doing=f"waiting for groups of step {step}")
         entry = self.next_entry(step)
-        self.clock["wait_s"] = time.monotonic() - began
+        self.clock["wait_s"] = time.monotonic() - began - self.clock["sync_s"]
         parts = self.gather(entry)
         began_apply, before = time.monotonic(), self.digest
         self.state, grad_norm = apply(self.state, entry["update"], [tensors for tensors, _ in parts])
         self.digest = digest(self.state.tensors())
         self.policy.lora.load(0, self.state.adapter)
-        self.metrics = step_metrics(entry, [header["sums"] for _, header in parts], grad_norm, run)
         for key in named_groups(entry):
+            self.consumed[key] = step
             self.groups.pop(key, None)
+            self.refused.pop(key, None)
         self.watch_movement(before)
         began_sync = time.monotonic()
         self.clock["apply_s"] = began_sync - began_apply
         if entry["publish"] and step >= self.log.newest:
-            self.publish()
+            self.publish(self.is_alone)
         self.log.entries.pop(step - 1, None)
+        self.pace_s *= 0.997  # forgets: who was slow for a while is given a chunk again
+        self.member.update(pace_s=self.pace_s)
         if self.place == 0:
             self.keep(step)
         else:  # the learner that cleans deletes the objects; what is too old to be listed need not be remembered here
             oldest = policy_version(step, run) - run["max_staleness"]
             self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest}
-        self.clock["sync_s"] = time.monotonic() - began_sync
+        self.clock["sync_s"] += time.monotonic() - began_sync
+        step_s = time.monotonic() - began
+        self.metrics = step_metrics(entry, [header["sums"] for _, header in parts], grad_norm, run) | {
+            "queue_groups": self.queue_groups, **self.clock, "step_s": step_s}
+        self.metrics["tok_s"] = self.metrics["tokens"] / step_s
         if step > self.at_start or self.clock["fwd_bwd_s"]:
-            self.print_step(time.monotonic() - began)
+            self.mismatch = self.mismatch if self.metrics["mismatch"] is None else self.metrics["mismatch"]
+            say("", **self.metrics | {"mismatch": self.mismatch})
 
     def keep(self, step: int) -> None:
         """What one learner does for all: checkpoints, the cleaning that a confirmed one allows, evaluations."""
-        if step % self.run["checkpoint_steps"] == 0:
-            write_checkpoint(self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
-            crash_point("before-cleanup", step)
-        if step % self.run["checkpoint_steps"] == 1 % self.run["checkpoint_steps"] and step > 1:
-            self.clean()
+        every = self.run["checkpoint_steps"]
+        if step % every == 0:
+            deleted, swept = self.keeper.landed() or ((), {})  # the cleaning after the checkpoint before
+            for key in deleted:
+                self.consumed.pop(key, None)
+            self.refused |= {k: reason for k, reason in swept.items() if k not in self.groups and k not in self.consumed}
+            self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
+            self.keeper.write(crash_point, "before-cleanup", step)
+        if step % every == 1 % every and step > 1:
+            self.keeper.write(self.clean, self.state, dict(self.consumed))
         if self.args.eval_steps > 0 and step % self.args.eval_steps == 0:
             self.evaluate()
 
@@ -1130,18 +1231,6 @@ class Learner:
         if self.unmoved in (5, 50, 500):
             warn(f"the policy is not moving: {self.unmoved} steps with the same digest; all groups had equal rewards, or "
                  "no gradient was finite (look at groups_equal, the rewards and the learning rate)")
-
-    def print_step(self, step_s: float) -> None:
-        self.mismatch = self.metrics["mismatch"] if self.metrics["mismatch"] is not None else self.mismatch
-        row = self.metrics | {"mismatch": self.mismatch, "queue_groups": self.queue_groups, **self.clock, "step_s": step_s,
-                              "tok_s": self.metrics["tokens"] / step_s}
-        say("", **row)
-        self.timings.append({k: row[k] for k in ("step", "queue_groups", *self.clock, "step_s", "tok_s")})
-        if len(self.timings) >= 50 or row["step"] % self.run["checkpoint_steps"] == 0 or row["step"] >= self.args.steps:
-            self.timing_chunks += 1
-            rows, self.timings = self.timings, []
-            self.bucket.put_new(f"metrics/learner-{self.id}/{self.timing_chunks:06d}.jsonl",
-                                "".join(json.dumps(r) + "\n" for r in rows).encode())
 
     def evaluate(self) -> None:
         """Held-out reward of the current state, sampled and greedy; written once per step that is evaluated."""
@@ -1811,8 +1900,8 @@ def summarize(bucket, run: dict, last: dict) -> dict:
 def write_report(bucket, run: dict) -> None:
     """report.html: docs/report.html with this run's numbers in place of its one placeholder."""
     summary = json.loads(bucket.get("summary.json")) if any(bucket.list("summary.json")) else None
-    timings = {row["step"]: row for key in bucket.list("metrics/learner-") for row in map(json.loads, bucket.get(key).splitlines())}
-    steps = [row | timings.get(row["step"], {}) for row in curve(bucket, run, (summary or {}).get("last", {}))[1]]
+    steps = curve(bucket, run, (summary or {}).get("last", {}))[1]
+    bucket.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in steps).encode())
     keys, samples = list(bucket.list("groups/")), []
     for key in keys[::len(keys) // 100 + 1]:
         try:

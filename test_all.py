@@ -443,7 +443,7 @@ def test_the_probe_finds_that_create_if_absent_is_honoured_and_leaves_nothing(an
 def test_check_prints_a_table_of_guarantees_that_all_hold(any_bucket, capsys):
     assert bucket.main(["check", any_bucket.address]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) >= 11 and all(line.startswith("ok  ") for line in lines)
+    assert lines[0].startswith(f"check {any_bucket.address} ") and len(lines) >= 12 and all(line.startswith("ok  ") for line in lines[1:])
     assert list(any_bucket.list()) == []
 
 # A folder
@@ -452,7 +452,7 @@ def test_a_file_listing_equals_sorting_all_keys_by_their_bytes(tmp_path):
     """Oracle: list = sort, filter by prefix, filter by start_after; also where a folder's name begins a neighbour's."""
     store, draw = bucket.open_bucket(tmp_path), random.Random(0)
     for _ in range(150):
-        with contextlib.suppress(bucket.Unsupported):
+        with contextlib.suppress(FileExistsError, IsADirectoryError, NotADirectoryError):
             store.put_new("/".join(draw.choice(["a", "a-", "a0", "b", "é", "a b", "a.b"]) for _ in range(draw.randint(1, 4))), b"")
     keys = sorted((path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()), key=str.encode)
     assert len(keys) > 40
@@ -498,11 +498,15 @@ def test_32_writers_in_4_processes_have_one_winner_per_key(tmp_path):
 def test_a_killed_writer_leaves_the_old_object(tmp_path, call):
     code = f"""if True:
         import sys, bucket
-        def chunks():
-            yield b"half of the new object"
-            print("half", flush=True)
-            sys.stdin.read()
-        bucket.open_bucket({str(tmp_path)!r}).{call}("members/a", chunks())
+        class Half:
+            is_read = False
+            def read(self, size):
+                if self.is_read:
+                    print("half", flush=True)
+                    sys.stdin.read()
+                self.is_read = True
+                return b"half of the new object"
+        bucket.open_bucket({str(tmp_path)!r}).{call}("members/a", Half())
         """
     store = bucket.open_bucket(tmp_path)
     if call == "put":
@@ -617,7 +621,7 @@ def test_an_object_and_objects_below_it_cannot_share_a_folder_bucket(tmp_path):
     store.put("a", b"")
     store.put("b/c", b"")
     for key in "a/b", "b":
-        with pytest.raises(bucket.Unsupported, match="another key"):
+        with pytest.raises((FileExistsError, IsADirectoryError, NotADirectoryError), match=key):
             store.put(key, b"")
     for key in "a/b", "b":
         with pytest.raises(bucket.NotFound):
@@ -632,9 +636,9 @@ def test_the_signature_is_that_of_amazons_worked_examples():
     signed = {"host": "examplebucket.s3.amazonaws.com", "x-amz-date": "20130524T000000Z",
               "x-amz-content-sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
     sign = lambda path, query, headers: bucket.signature("wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "us-east-1", "GET", path, query, headers)
-    assert sign("/test.txt", [], {**signed, "range": "bytes=0-9"}) == "f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
-    assert sign("/", [("lifecycle", "")], signed) == "fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543"
-    assert sign("/", [("prefix", "J"), ("max-keys", "2")], signed) == "34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7"
+    assert sign("/test.txt", {}, {**signed, "range": "bytes=0-9"}) == "f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
+    assert sign("/", {"lifecycle": ""}, signed) == "fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543"
+    assert sign("/", {"prefix": "J", "max-keys": "2"}, signed) == "34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7"
 
 @pytest.mark.parametrize("fault", ["500", "503", "502", "429", "409", "408", "drop", "cut", "lost"])
 def test_a_passing_fault_is_tried_again(bucket_faults, fault, caplog):
@@ -883,7 +887,7 @@ def bucket_request(url, method, path, headers={}, body=b"", secret=BUCKET_KEYS["
     host = url.removeprefix("http://")
     stamp = bucket.stamp_at(date or time.time())
     signed = {"host": host, "x-amz-date": stamp, "x-amz-content-sha256": hashlib.sha256(body if signed_body is None else signed_body).hexdigest()}
-    code = bucket.signature(secret, "us-east-1", method, path.partition("?")[0], [], {k: v for k, v in signed.items() if k not in omit})
+    code = bucket.signature(secret, "us-east-1", method, path.partition("?")[0], {}, {k: v for k, v in signed.items() if k not in omit})
     authorization = (f"AWS4-HMAC-SHA256 Credential={BUCKET_KEYS['AWS_ACCESS_KEY_ID']}/{stamp[:8]}/us-east-1/s3/aws4_request, "
                      f"SignedHeaders={';'.join(sorted(signed.keys() - set(omit)))}, Signature={code}")
     connection = http.client.HTTPConnection(host, timeout=10)
@@ -969,7 +973,7 @@ def test_a_refused_upload_keeps_the_connection_and_a_call_takes_no_40_ms(bucket_
             connection.request("PUT", "/latency/unsigned", bytes(3_000_000))
             reply = connection.getresponse()
             assert reply.status == 403 and b"AccessDenied" in reply.read() and connection.sock
-    pools = store._connection.session.get_adapter("http://").poolmanager.pools
+    pools = store._session.get_adapter("http://").poolmanager.pools
     assert [pools[key].num_connections for key in pools.keys()] == [1] and sorted(took)[7] < 0.03
 
 def test_a_large_object_passes_the_server_in_bounded_memory(tmp_path, bucket_aws):
@@ -2277,7 +2281,7 @@ def test_a_learner_killed_at_any_point_ends_in_the_same_state(grpo_start, grpo_t
         assert killed.end() == -signal.SIGKILL, killed.text
         done = len(grpo_keys(folders[i], "steps"))
         again = begin(i)
-        assert f"decided={done} " in again.until("^resumed ") and done in (2, 3, 4)
+        assert f"decided={done} " in again.until("^resumed ") and done in (2, 3, 4, 5)
         assert again.done()["digest"] == digest, points[i]
         assert [e["chunks"] for e in grpo_entries(folders[i])] == [e["chunks"] for e in entries]  # oldest first:
         assert [key for e in entries for chunk in e["chunks"] for key in chunk] == grpo_keys(grpo_template)[:24]
