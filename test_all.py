@@ -2470,6 +2470,66 @@ def test_a_learner_that_joins_or_stops_midway_ends_in_the_same_state(grpo_start,
     assert second.done()["digest"] == want == grpo_finished[1]
     third.end()
 
+class GrpoRival(bucket.FileBucket):
+    """A bucket where somebody else is quicker: `rivals[key]` makes other bytes of ours and writes them just before."""
+
+    def __init__(self, folder, **rivals):
+        super().__init__(folder)
+        self.rivals = rivals
+
+    def put_new(self, key, data):
+        name = re.sub(r"\W", "_", key.partition(".")[0])
+        if name in self.rivals:
+            assert super().put_new(key, self.rivals.pop(name)(data))
+        return super().put_new(key, data)
+
+def grpo_other_entry(data):
+    entry = json.loads(data)
+    return json.dumps(entry | {"chunks": [entry["chunks"][0][::-1][:2]], "written_by": "rival"}).encode()
+
+def grpo_other_part(data):
+    header, tensors = grpo_async.read_header(data), load_tensors(data)
+    keep = {k: v for k, v in header.items() if k not in ("format", "version", "sha256", "header_sha256")}
+    return grpo_async.pack_object("part", {n: 2 * t for n, t in tensors.items()}, **keep)
+
+@pytest.mark.parametrize("rivals, said", [({"steps_000003": grpo_other_entry}, ""), ({"parts_000003_000": grpo_other_part}, "DIVERGED")])
+def test_a_learner_that_went_ahead_alone_yields_to_what_landed_first(grpo_start, grpo_bucket, capsys, rivals, said):
+    """It computes while its entry is on the way, and goes on while its part is. When a rival's entry was there first,
+    that one is computed; when a rival's part was, the state is folded again with it. Either way: the log's state."""
+    bucket = GrpoRival(grpo_bucket, **rivals)
+    args = grpo_async.arguments(["--role", "learner", "--bucket", str(grpo_bucket), *GRPO_FLAGS])
+    run = grpo_async.join_run(bucket, args)
+    policy = grpo_async.load_policy(bucket, run, args, slots=2)
+    learner = grpo_async.Learner(bucket, run, args, policy, grpo_async.load_task(bucket, run, args, policy.tokenizer))
+    learner.start()
+    try:
+        learner.train()
+    finally:
+        learner.member.stop()
+    assert not bucket.rivals and said in capsys.readouterr().err
+    assert [e["written_by"] for e in grpo_entries(grpo_bucket)].count("rival") == (0 if said else 1)
+    assert grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS).done()["digest"] == learner.digest
+    grpo_account(grpo_bucket, grpo_keys(grpo_bucket) + [k for k in learner.consumed if k not in grpo_keys(grpo_bucket)])
+
+def test_a_learner_three_times_slower_than_the_fastest_is_given_no_chunk(grpo_bucket):
+    """Others would wait for it. One whose pace is not known yet is; one alone always is."""
+    bucket = open_bucket(str(grpo_bucket))
+    args = grpo_async.arguments(["--role", "learner", "--bucket", str(grpo_bucket), *GRPO_FLAGS])
+    run = grpo_async.join_run(bucket, args)
+    policy = grpo_async.load_policy(bucket, run, args, slots=2)
+
+    def company(own, **others):
+        learner = grpo_async.Learner(bucket, run, args, policy, None)
+        for name, pace_s in others.items():
+            bucket.put(f"members/learner-{name}.json", json.dumps(
+                {"id": name, "url": "", "counter": 1} | ({"pace_s": pace_s} if pace_s else {})).encode())
+        learner.id, learner.pace_s = "m", own
+        return "".join(learner.find_company())
+    assert company(5.0) == "m"
+    assert company(1.0, a=2.0, z=4.0) == "am"
+    assert company(1.0, a=None, z=0.3) == "az"
+    assert company(0.0, a=None, z=0.3) == "amz"
+
 def test_a_policy_that_does_not_move_is_said(grpo_start, grpo_bucket):
     """Every group with equal rewards: consumed and counted, version after version with the same digest."""
     grpo_rewrite(grpo_bucket, grpo_keys(grpo_bucket), rewards=[0.1] * 4)
