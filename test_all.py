@@ -275,11 +275,10 @@ def test_an_address_says_which_kind_of_bucket_and_where(bucket_aws, monkeypatch,
     assert parts("https://h:443/b/p%20q/") == ("https", "h", "/b", "p q/")
     assert parts("http://h:9000/b") == ("http", "h:9000", "/b", "")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://h/storage/v1/s3/")
-    assert parts("s3://b/p") == parts("https://h/storage/v1/s3/b/p") == ("https", "h", "/storage/v1/s3/b", "p/")
-    assert parts("http://h/b/p") == ("http", "h", "/b", "p/")
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     assert parts("s3://b/p") == ("http", "other", "/b", "p/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://h/storage/v1/s3/")
+    assert parts("s3://b/p") == ("https", "h", "/storage/v1/s3/b", "p/")
+    assert parts("http://h/b/p") == ("http", "h", "/b", "p/")
     for address in "", "ftp://h/b", "http://", "http://h", "http://u:p@h/b", "s3://", "s3://b/../c", "http://h/b?x", "s3://b//p":
         with pytest.raises(bucket.BadKey):
             bucket.open_bucket(address)
@@ -621,7 +620,7 @@ def test_an_object_and_objects_below_it_cannot_share_a_folder_bucket(tmp_path):
     store.put("a", b"")
     store.put("b/c", b"")
     for key in "a/b", "b":
-        with pytest.raises((FileExistsError, IsADirectoryError, NotADirectoryError), match=key):
+        with pytest.raises((FileExistsError, IsADirectoryError, NotADirectoryError), match=f"{key[0]}"):
             store.put(key, b"")
     for key in "a/b", "b":
         with pytest.raises(bucket.NotFound):
@@ -635,7 +634,8 @@ def test_the_signature_is_that_of_amazons_worked_examples():
     """The examples of [2] and its sibling pages, on examplebucket at 20130524T000000Z."""
     signed = {"host": "examplebucket.s3.amazonaws.com", "x-amz-date": "20130524T000000Z",
               "x-amz-content-sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
-    sign = lambda path, query, headers: bucket.signature("wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "us-east-1", "GET", path, query, headers)
+    sign = lambda path, query, headers: bucket.authorization(
+        "id", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "us-east-1", ("GET", path, query), headers).partition(" Signature=")[2]
     assert sign("/test.txt", {}, {**signed, "range": "bytes=0-9"}) == "f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
     assert sign("/", {"lifecycle": ""}, signed) == "fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543"
     assert sign("/", {"prefix": "J", "max-keys": "2"}, signed) == "34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7"
@@ -820,7 +820,7 @@ def test_the_guarantees_hold_when_every_fifth_call_fails(bucket_faults):
     """500, 503, dropped before, lost after, cut: two runs of the check suite, some 120 calls, under load of its own 16 writers."""
     bucket_faults.rate = 0.2
     for _ in range(2):
-        assert [claim for claim, holds in bucket.check(bucket_faults.bucket) if not holds] == []
+        assert [row for row in bucket.check(bucket_faults.bucket) if not row[1]] == []
     bucket_faults.rate = 0
     assert list(bucket_faults.bucket.list()) == []
 
@@ -887,9 +887,9 @@ def bucket_request(url, method, path, headers={}, body=b"", secret=BUCKET_KEYS["
     host = url.removeprefix("http://")
     stamp = bucket.stamp_at(date or time.time())
     signed = {"host": host, "x-amz-date": stamp, "x-amz-content-sha256": hashlib.sha256(body if signed_body is None else signed_body).hexdigest()}
-    code = bucket.signature(secret, "us-east-1", method, path.partition("?")[0], {}, {k: v for k, v in signed.items() if k not in omit})
-    authorization = (f"AWS4-HMAC-SHA256 Credential={BUCKET_KEYS['AWS_ACCESS_KEY_ID']}/{stamp[:8]}/us-east-1/s3/aws4_request, "
-                     f"SignedHeaders={';'.join(sorted(signed.keys() - set(omit)))}, Signature={code}")
+    authorization = bucket.authorization(BUCKET_KEYS["AWS_ACCESS_KEY_ID"], secret, "us-east-1", (method, path.partition("?")[0], {}), signed)
+    for name in omit:
+        authorization = re.sub(f"{name};|;{name}(?=,)", "", authorization)
     connection = http.client.HTTPConnection(host, timeout=10)
     with contextlib.closing(connection):
         connection.request(method, path, body, {**signed, "Authorization": authorization, **headers})
@@ -908,8 +908,7 @@ def test_only_what_the_keys_signed_passes(bucket_served):
     assert bucket_request(url, "PUT", "/auth/b", body=b"1", date=time.time() + 1000) == (403, "RequestTimeTooSkewed")
     assert bucket_request(url, "PUT", "/auth/c", body=b"1", date=time.time() - 800) == (200, "")
     for name in "host", "x-amz-date", "x-amz-content-sha256":
-        with contextlib.suppress(KeyError):
-            assert bucket_request(url, "GET", "/auth/a", omit=[name]) == (403, "AccessDenied")
+        assert bucket_request(url, "GET", "/auth/a", omit=[name]) == (403, "AccessDenied")
     assert sorted(path.name for path in (folder / "auth").iterdir()) == ["a", "c"]
 
 @pytest.mark.parametrize("path", ["/../secret", "/b/../../secret", "/b/..%2f..%2fsecret", "/%2e%2e/secret", "/b/%2e%2e/%2e%2e/secret", "//../secret",
@@ -3025,24 +3024,6 @@ def proxy_replica(engine, token="", **more):
 def proxy_router(bucket, replicas=(), token="", **more):
     return proxy_running(proxy.serve_router, bucket, replicas, "127.0.0.1:0", token, **more)
 
-@contextlib.contextmanager
-def proxy_server(app, **more):
-    """A proxy.Server with limits of its own over an app, in a thread."""
-    loop, server = asyncio.new_event_loop(), None
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start():
-        return proxy.Server(app() if callable(app) else app, **more)
-    server = asyncio.run_coroutine_threadsafe(start(), loop).result(5)
-    try:
-        yield asyncio.run_coroutine_threadsafe(server.start("127.0.0.1:0"), loop).result(5)
-    finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(5)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-        loop.close()
-
 def proxy_raw(url, data: bytes, limit_s=10.0) -> bytes:
     """All a server says to raw bytes until it closes."""
     host, port = url.removeprefix("http://").split(":")
@@ -3114,8 +3095,9 @@ def test_a_chunked_body_is_read(proxy_one):
     reply = requests.post(url + "/v1/completions", data=iter([body[:7], body[7:]]), timeout=5)
     assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == "bb"
 
-def test_slow_heads_and_bodies_end_with_408():
-    with proxy_server(lambda: proxy.ReplicaServer(ProxyEngine()), head_s=0.2, body_s=0.2) as url:
+def test_slow_heads_and_bodies_end_with_408(monkeypatch):
+    monkeypatch.setattr(proxy, "HEAD_S", 0.2), monkeypatch.setattr(proxy, "BODY_S", 0.2)
+    with proxy_replica(ProxyEngine()) as url:
         for data in (b"GET /health HT", b"POST /pause HTTP/1.1\r\nContent-Length: 5\r\n\r\nab"):
             start = time.monotonic()
             assert b" 408 " in proxy_raw(url, data).split(b"\r\n")[0]
@@ -3252,20 +3234,15 @@ def proxy_folder(path: Path, weights=b"w") -> Path:
     (path / "adapter_model.safetensors").write_bytes(weights)
     return path
 
-def test_the_same_files_load_again_and_other_files_only_under_a_clients_own_name(tmp_path):
-    """TRL numbers its adapters from 1 in every run: a resumed run meets names of the former one, with other weights. Its own name may
-    change its files; a `policy-vN` of the bucket never does."""
+def test_the_same_weights_load_again_and_others_never_under_the_same_name(tmp_path):
+    """A name is one set of weights for ever; whoever wants others under it, as a router for a client does, unloads it first."""
     engine = ProxyEngine()
     with proxy_replica(engine, roots=[tmp_path]) as url:
-        for name in ("trl-policy-v1", "policy-v1"):
-            assert proxy_load(url, name, proxy_folder(tmp_path / "a")).status_code == 200
-            assert proxy_load(url, name, tmp_path / "a").status_code == 200
-        assert proxy_load(url, "trl-policy-v1", proxy_folder(tmp_path / "b", b"other")).status_code == 200
-        assert proxy_load(url, "policy-v1", tmp_path / "b").status_code == 400
-        assert engine.paths == {"trl-policy-v1": str(tmp_path / "b"), "policy-v1": str(tmp_path / "a")}
-        assert proxy_load(url, "policy-v2", "adapters/v000002").status_code == 200 and engine.paths["policy-v2"] == "adapters/v000002"
-        assert requests.post(url + "/v1/unload_lora_adapter", json={"lora_name": "policy-v2"}, timeout=5).status_code == 200
-        assert requests.post(url + "/v1/unload_lora_adapter", json={"lora_name": "policy-v2"}, timeout=5).status_code == 404
+        assert proxy_load(url, "mine", proxy_folder(tmp_path / "a")).status_code == proxy_load(url, "mine", tmp_path / "a").status_code == 200
+        assert proxy_load(url, "mine", proxy_folder(tmp_path / "b", b"other")).status_code == 400 and engine.paths == {"mine": str(tmp_path / "a")}
+        for status in (200, 404):
+            assert requests.post(url + "/v1/unload_lora_adapter", json={"lora_name": "mine"}, timeout=5).status_code == status
+        assert proxy_load(url, "policy-v2", "adapters/v000002").status_code == 200 and engine.paths == {"policy-v2": "adapters/v000002"}
 
 def test_no_lora_path_leads_outside_the_allowed_folders(tmp_path):
     engine, root = ProxyEngine(), tmp_path / "root"
@@ -3531,6 +3508,8 @@ class ProxyPeer:
             if name not in self.adapters and name != "tiny":
                 return 404, {"error": {"message": f"The model `{name}` does not exist."}}
             table = proxy_table(body["prompt"], self.lies.get(name, int(name.rpartition("v")[2]) if name != "tiny" else 0))
+            if (body.get("logprobs") or 0) > len(table):   # as vLLM, whose engine dies of more than its vocabulary
+                return 500, {"error": {"message": "EngineCore encountered an issue."}}
             return 200, {"model": name, "served_by": self.port, "choices": [{"logprobs": {"top_logprobs": [{f"token_id:{t}": v for t, v in table.items()}]}}]}
         if path in ("/pause", "/resume"):
             self.is_paused = path == "/pause"
@@ -3612,12 +3591,13 @@ def test_later_versions_that_the_bucket_does_not_know_are_told_to_leave(proxy_bu
         assert proxy_ask(url, "policy-v9").status_code == 404
 
 @pytest.mark.parametrize("lie", [0, 1, 9])
-def test_a_replica_that_serves_the_base_an_old_or_a_garbled_adapter_gets_no_request(proxy_bucket, proxy_peers, caplog, lie):
+def test_a_replica_that_serves_the_base_an_old_or_a_garbled_adapter_gets_no_request(proxy_bucket, proxy_peers, caplog, monkeypatch, lie):
     caplog.set_level(logging.INFO)
     bad, good = proxy_peers
     bad.lies = {"policy-v2": lie}
     proxy_publish(proxy_bucket, 1), proxy_publish(proxy_bucket, 2)
-    with proxy_router(proxy_bucket, [bad.url, good.url], load_tries=2) as url:
+    monkeypatch.setattr(proxy, "LOAD_TRIES", 2)
+    with proxy_router(proxy_bucket, [bad.url, good.url]) as url:
         proxy_until(lambda: proxy_serves(url) == {bad.port: {"policy-v1"}, good.port: {"policy-v1", "policy-v2"}}, 20)
         assert {proxy_ask(url, "policy-v2", prompt=[one]).json()["served_by"] for one in range(20)} == {good.port}
         proxy_until(lambda: {proxy_ask(url, "policy-v1", prompt=[one]).json()["served_by"] for one in range(20)} == {bad.port, good.port})
@@ -3665,7 +3645,7 @@ def test_a_replica_that_dies_mid_request_costs_the_client_nothing(proxy_bucket, 
             assert {reply.result().json()["served_by"] for reply in replies} == {other.port}
         assert set(proxy_metric(url, "vllm:num_requests_running").values()) == {0}
         assert in_flight / 3 <= proxy_metric(url, "grpo:router_retried_total")["grpo:router_retried_total{}"] <= 8
-        proxy_until(lambda: "<td>out</td>" in requests.get(url, timeout=5).text)
+        proxy_until(lambda: f'["state", {{"replica": "{dying.url}"}}, "out"]' in requests.get(url, timeout=5).text)
 
 def test_a_replica_that_restarts_empty_gets_no_request_before_all_is_loaded_and_checked(proxy_bucket, proxy_peers):
     peer = proxy_peers[0]
@@ -3764,12 +3744,13 @@ def test_the_replica_token_goes_to_replicas_only_and_is_never_shown(proxy_peers,
         page = requests.get(url, headers=client, timeout=5).text + requests.get(url + "/metrics", headers=client, timeout=5).text
     assert {token for _, _, token in peer.log} == {"Bearer inner-secret"} and "secret" not in caplog.text + page
 
-def test_a_load_is_on_all_live_replicas_or_on_none(tmp_path, proxy_peers):
+def test_a_load_is_on_all_live_replicas_or_on_none(tmp_path, proxy_peers, monkeypatch):
     """One replica refuses for good: the other is rolled back, and the client sees 504 with the reason, never the 404 (which
     ends a TRL run). A replica that is dead is no reason to refuse."""
+    monkeypatch.setattr(proxy, "LOAD_TRIES", 3)
     one, two = proxy_peers
     path = proxy_folder(tmp_path / "a1")
-    with proxy_router(None, [one.url, two.url, "http://127.0.0.1:9"], adapter_dir=str(tmp_path), load_tries=3) as url:
+    with proxy_router(None, [one.url, two.url, "http://127.0.0.1:9"], adapter_dir=str(tmp_path)) as url:
         proxy_until(lambda: proxy_metric(url, "grpo:router_ready") and sum(proxy_metric(url, "grpo:router_ready").values()) == 2)
         for refusal in ((404, "No adapter found for /secret/path"), (500, "Error while deserializing header"), (400, "rank 64 is too big")):
             two.script["/v1/load_lora_adapter"] = [refusal] * 20
@@ -3779,13 +3760,13 @@ def test_a_load_is_on_all_live_replicas_or_on_none(tmp_path, proxy_peers):
         two.script["/v1/load_lora_adapter"] = [(404, "No adapter found"), (500, "doesn't contain tensors")]   # a mount that lags
         assert proxy_load(url, "trl-policy-v1", path).status_code == 200
         assert one.adapters == two.adapters == {"trl-policy-v1": str(path)}
-        loads = len(one.paths("/v1/load_lora_adapter"))
-        assert proxy_load(url, "trl-policy-v1", path).status_code == 200 and len(one.paths("/v1/load_lora_adapter")) == loads   # the same files
         assert {proxy_ask(url, "trl-policy-v1", prompt=[at]).json()["served_by"] for at in range(9)} == {one.port, two.port}
-        (path / "adapter_model.safetensors").write_bytes(b"other weights")
-        reply = proxy_load(url, "trl-policy-v1", path)   # stock vLLM would go on with the old key-value cache: refused
-        assert reply.status_code == 504 and "already been loaded" in reply.text and one.adapters == {}
-        assert proxy_load(url, "trl-policy-v1", path).status_code == 200
+        # Again, with other weights for all the router knows: unloaded first, and asked for under another salt of the prefix
+        # cache, which vLLM keeps by an adapter's name alone.
+        assert proxy_load(url, "trl-policy-v1", path).status_code == 200 and one.adapters == {"trl-policy-v1": str(path)}
+        proxy_ask(url, "trl-policy-v1")
+        salts = [body["cache_salt"] for peer in proxy_peers for body in peer.paths("/v1/completions")]
+        assert len(salts) == 10 and len(set(salts)) == 2
         assert requests.post(url + "/v1/unload_lora_adapter", json={"lora_name": "trl-policy-v1"}, timeout=5).status_code == 200
         assert one.adapters == two.adapters == {} and proxy_ask(url, "trl-policy-v1").status_code == 404
         assert requests.post(url + "/v1/unload_lora_adapter", json={"lora_name": "trl-policy-v1"}, timeout=5).status_code == 404
@@ -3848,7 +3829,7 @@ def test_the_router_page_shows_replicas_and_escapes_what_they_say(proxy_peers):
     with proxy_router(None, [peer.url]) as url:
         proxy_until(lambda: requests.get(url + "/health", timeout=5).ok)
         page = requests.get(url, timeout=5)
-        assert peer.url in page.text and "<script>" not in page.text and page.headers["Content-Type"].startswith("text/html")
+        assert peer.url in page.text and "script>alert" not in page.text.replace("\\u003cscript>alert", "") and page.headers["Content-Type"].startswith("text/html")
 
 def proxy_command(*args, **more):
     return subprocess.Popen([sys.executable, proxy.__file__, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
