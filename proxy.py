@@ -1125,6 +1125,7 @@ class Router:
         a TRL run: 504.) What was there under the name is replaced."""
         async with self.lock:
             await self.until(lambda: any(replica.is_live for replica in self.replicas.values()))
+            await self.make_room(name)
             self.wanted[name] = Adapter(name, path, salt=secrets.token_hex(8))
             for replica in self.replicas.values():
                 self.stop_loads(replica, [name])
@@ -1142,6 +1143,16 @@ class Router:
             if refused:
                 await self.forget(name)
                 raise ApiError(504, f"`{name}` is not loaded, and was unloaded where it had been: {refused}")
+
+    async def make_room(self, name: str) -> None:
+        """As in vLLM, one adapter more than fits takes the place of the oldest: a client that died leaves its own behind."""
+        live = [replica for replica in self.replicas.values() if replica.is_live]
+        slots = min((replica.config.get("lora_config") or {}).get("max_loras") or math.inf for replica in live)
+        self.wanted.pop(name, None)                      # what comes back under its old name is new
+        held = [*sorted(set().union(*(replica.served for replica in live)) - self.wanted.keys() - {name}), *self.wanted]
+        held = [one for one in held if not (self.bucket and VERSION.fullmatch(one))]
+        while len(held) >= slots:
+            await self.forget(held.pop(0))
 
     async def forget(self, name: str) -> None:
         """From here on nothing is routed to the name; a replica that fails to unload it only keeps a slot filled."""
