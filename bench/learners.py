@@ -1,0 +1,110 @@
+"""Do more learners pay? One, two, four and eight on the same steps, cut into chunks of one group.
+
+    python bench/learners.py                 # about six minutes, little CPU until the last table
+    python bench/learners.py timed --group-s 0.5 --counts 1 4
+
+First each group's forward and backward is a timed wait: same code, same folder as bucket, a process for each learner, so
+what is measured is what sharing a step costs. Promised: at least 3.6 times one learner's speed with four, 6.5 with
+eight. Then real compute of the tiny model, one thread a learner: two on two cores must not be slower than one. All runs
+train the same groups in the same chunks, so all must end in the same digest. Exit 1 where anything is missed.
+"""
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from coordination import MEMORY, Feeder, new_learner, timed_gradient
+
+import grpo_async
+from bucket import FileBucket
+
+PROMISED = {4: 3.6, 8: 6.5}
+WARM_STEPS = 2   # the first steps, in which the learners find each other, do not count
+
+
+def flags(groups: int, group_size: int, steps: int) -> list[str]:
+    return ["--groups-per-step", str(groups), "--chunks", str(groups), "--group-size", str(group_size),
+            "--steps", str(steps)]
+
+
+def learn(folder: str, group_s: float, run_flags: list[str]) -> None:
+    """One learner, in a process of its own; 0 seconds a group is real compute."""
+    grpo_async.rescore = lambda *_: (0.0, 1)
+    if group_s:
+        grpo_async.chunk_gradient = timed_gradient(group_s)
+    learner = new_learner(FileBucket(folder), grpo_async.Learner, *run_flags)
+    learner.start()
+    learner.train()
+    learner.member.stop()
+
+
+def measure(count: int, group_s: float, run_flags: list[str]) -> tuple[float, str]:
+    """(median seconds between entries, digest before the last one) of `count` learners on a fresh run."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, contextlib.ExitStack() as stack:
+        bucket, quiet = FileBucket(folder), stack.enter_context(open(f"{folder}/.tmp-log", "w+"))
+
+        def start():
+            command = [sys.executable, __file__, "--child", folder, "--group-s", str(group_s), "--flags", *run_flags]
+            process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            stack.callback(process.kill)
+            return process
+        processes = [start()]
+        while not any(bucket.list("run.json")):
+            time.sleep(0.1)
+        processes += [start() for _ in range(count - 1)]
+        while len(list(bucket.list("members/learner-"))) < count:   # all at work before there is any
+            time.sleep(0.1)
+        Feeder(Path(folder), json.loads(bucket.get("run.json"))).start()
+        if any(process.wait() for process in processes):
+            raise SystemExit(f"a learner failed:\n{quiet.seek(0) or quiet.read()[-3000:]}")
+        entries = [json.loads(bucket.get(key)) for key in bucket.list("steps/")][WARM_STEPS:]
+        times = [b["unix_s"] - a["unix_s"] for a, b in itertools.pairwise(entries)]
+        return statistics.median(times), entries[-1]["digest_before"]
+
+
+def table(title: str, counts: list[int], promised: dict[int, float], group_s: float, run_flags: list[str]) -> bool:
+    """Prints a row per number of learners; True when all promises hold."""
+    print(f"\n{title}\n\n| learners | s/step | times one learner | promised | digest |\n|---|---|---|---|---|")
+    first, digests, is_kept = None, set(), True
+    for count in counts:
+        step_s, digest = measure(count, group_s, run_flags)
+        first = first or step_s
+        digests.add(digest)
+        is_kept &= first / step_s >= promised.get(count, 0)
+        print(f"| {count} | {step_s:.3f} | {first / step_s:.2f} | {promised.get(count, '-')} | {digest[:12]} |",
+              flush=True)
+    return is_kept and len(digests) == 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("tables", nargs="*", default=["timed", "real"], help="timed, real (default: both)")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--group-s", type=float, default=1.0, help="timed wait of a group's forward and backward")
+    parser.add_argument("--groups", type=int, default=16, help="groups, and chunks, per step")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        learn(args.child, args.group_s, args.flags)
+        return 0
+    is_kept = True
+    if "timed" in args.tables:
+        is_kept &= table(f"Timed waits: {args.groups} groups of {args.group_s:g} s a step", args.counts, PROMISED,
+                         args.group_s, flags(args.groups, 8, args.steps))
+    if "real" in args.tables:
+        is_kept &= table("Real compute: tiny model, 16 groups of 128, one thread a learner", [1, 2], {2: 1.0},
+                         0.0, flags(16, 128, 20))
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
