@@ -364,28 +364,32 @@ class Group:
 
 @dataclass
 class Policy:
-    """A frozen base with LoRA slots. In a learner slot 0 trains and slot 1 re-scores under a rollout's own version."""
+    """A frozen base with LoRA slots. In a learner slot 0 trains and slot 1 re-scores under a rollout's own version.
+
+    Where every layer is full attention, and the model lets us compute it, completions stand behind one shared prompt."""
     model: object
     lora: object
     tokenizer: object
     stop_ids: list[int]
+    shares_prompts: bool = field(init=False)
 
-    @property
-    def shares_prompts(self) -> bool:
-        """True when every layer is full attention, so that completions can stand behind one shared prompt."""
-        config = self.model.config.get_text_config()
+    def __post_init__(self):
+        config, kind = self.model.config.get_text_config(), "branches" if self.model.device.type == "cpu" else "flex_attention"
         kinds = getattr(config, "layer_types", None)
-        return set(kinds) <= {"full_attention"} if kinds else not getattr(config, "sliding_window", None)
+        if set(kinds) <= {"full_attention"} if kinds else not getattr(config, "sliding_window", None):
+            lora.AttentionInterface.register("branches", lora.branch_attention)
+            self.model.set_attn_implementation(kind)
+        self.shares_prompts = config._attn_implementation == kind
 
 
 @dataclass
 class Rows:
-    """Packed completions. In a row a group's prompt stands once, its completions behind it (branches); a token sees
-    the prompt and its own branch. The last token of a completion is only a target, so it takes no place."""
+    """Packed completions. One row holds all pieces: a prompt once, its completions behind it; a token sees the prompt and
+    its own completion. Where prompts cannot be shared every completion has a row. The last token of a completion is only
+    a target, so it takes no place."""
     ids: object               # [B, W] token ids
-    positions: object         # [B, W] position in its own sequence: every branch continues after the prompt
-    prompt: object            # [B, W] number of the prompt in the row; -1 is padding
-    branch: object            # [B, W] 0 for the prompt, 1.. for its completions
+    positions: object         # [B, W] position in its own sequence: every completion continues after the prompt
+    lengths: list             # of each piece: tokens of its prompt, then of its completions
     predictor: object         # [C, T] index into B*W of the token whose output predicts target [c, t]
     targets: object           # [C, T] token ids
     mask: object              # [C, T] bool, true where there is a target
@@ -411,79 +415,65 @@ def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tup
 
 
 def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Rows]:
-    """First-fit decreasing of pieces into rows of one width; at most `budget` tokens of rows (or one row) a forward."""
-    def length(piece):
-        return len(piece[0]) + sum(len(ids) - 1 for ids, _, _ in piece[1])
-    found, batches = sorted(found, key=length, reverse=True), []  # stable: equal lengths keep the groups' order
-    while found:
-        width = max(length(found[0]), min(budget, 256) if share else 0)
-        rows, used, left = [], [], []
-        for piece in found:
-            fits = next((i for i, n in enumerate(used) if share and n + length(piece) <= width), None)
-            if fits is None and (not rows or (len(rows) + 1) * width <= budget):
-                fits = len(rows)
-                rows.append([])
-                used.append(0)
-            if fits is None:
-                left.append(piece)
-            else:
-                rows[fits].append(piece)
-                used[fits] += length(piece)
-        batches.append(fill(rows, width, device))
-        found = left
-    return batches
+    """First-fit decreasing of pieces into forwards of at most `budget` tokens, padding included, or of one piece."""
+    def tokens(batch):
+        lengths = [len(prompt) + sum(len(ids) - 1 for ids, _, _ in completions) for prompt, completions in batch]
+        return sum(lengths) if share else len(lengths) * max(lengths)
+    batches = []
+    for piece in sorted(found, key=lambda piece: tokens([piece]), reverse=True):  # stable: keeps the groups' order
+        batch = next((b for b in batches if tokens([*b, piece]) <= budget), None)
+        if batch is None:
+            batches.append(batch := [])
+        batch.append(piece)
+    return [fill(batch, 1 if share else tokens(batch[:1]), device) for batch in batches]
 
 
-def fill(rows: list[list[tuple]], width: int, device) -> Rows:
-    """The tensors of packed rows, padded to `width`."""
-    ids, positions, prompt, branch, predictor, targets, sampler, advantage = ([] for _ in range(8))
-    for b, row in enumerate(rows):
-        for p, (prompt_ids, completions) in enumerate(row):
-            P = len(prompt_ids)
-            last = len(ids) + P - 1
-            ids += prompt_ids
-            positions += range(P)
-            branch += [0] * P
-            for j, (tokens, logprobs, a) in enumerate(completions, 1):
-                n = len(tokens) - 1
-                predictor.append([last, *range(len(ids), len(ids) + n)])
-                targets.append(tokens)
-                sampler.append(logprobs)
-                advantage.append(a)
-                ids += tokens[:-1]
-                positions += range(P, P + n)
-                branch += [j] * n
-            prompt += [p] * (len(ids) - len(prompt))
-        pad = (b + 1) * width - len(ids)
-        for column, value in ((ids, 0), (positions, 0), (branch, 0), (prompt, -1)):
-            column += [value] * pad
-    T = max(map(len, targets))
+def fill(batch: list[tuple], width: int, device) -> Rows:
+    """The tensors of a batch of pieces: one behind another in one row (width 1), or each padded to a row of `width`."""
+    ids, positions, lengths, predictor, targets, sampler, advantage = ([] for _ in range(7))
+    for prompt_ids, completions in batch:
+        P = len(prompt_ids)
+        last = len(ids) + P - 1
+        ids += prompt_ids
+        positions += range(P)
+        for tokens, logprobs, a in completions:
+            n = len(tokens) - 1
+            predictor.append([last, *range(len(ids), len(ids) + n)])
+            targets.append(tokens)
+            sampler.append(logprobs)
+            advantage.append(a)
+            ids += tokens[:-1]
+            positions += range(P, P + n)
+        lengths.append([P, *(len(tokens) - 1 for tokens, _, _ in completions)])
+        for column in (ids, positions):
+            column += [0] * (-len(column) % width)
 
     def padded(lists, dtype):
+        T = max(map(len, lists))
         return torch.tensor([list(x) + [0] * (T - len(x)) for x in lists], dtype=dtype, device=device)  # [C, T]
-    mask = torch.arange(T, device=device) < torch.tensor([len(t) for t in targets], device=device)[:, None]  # [C, T]
-    shaped = [torch.tensor(x, device=device).view(len(rows), width) for x in (ids, positions, prompt, branch)]  # [B, W]
-    return Rows(*shaped, padded(predictor, torch.long), padded(targets, torch.long), mask, padded(sampler, torch.float32),
-                torch.tensor(advantage, dtype=torch.float32, device=device))
+    mask = padded([[1] * len(t) for t in targets], torch.bool)
+    ids, positions = (torch.tensor(x, device=device).view(-1, width if width > 1 else len(x)) for x in (ids, positions))
+    return Rows(ids, positions, lengths, padded(predictor, torch.long), padded(targets, torch.long), mask,
+                padded(sampler, torch.float32), torch.tensor(advantage, dtype=torch.float32, device=device))
 
 
 def attention_mask(rows: Rows, policy: Policy):
-    """Which token sees which: [B, 1, W, W] added to the scores, or flex attention's BlockMask of the same rule.
+    """Which token sees which: lora.branch_attention's table of lengths, or flex attention's BlockMask of the same rule.
 
     None without shared prompts: one sequence per row, padding behind it, so causality is enough, windows or not."""
     if not policy.shares_prompts:
         return None
-    (B, W), device, dtype = rows.ids.shape, rows.ids.device, policy.model.dtype
-    prompt, branch = rows.prompt, rows.branch
+    longest, device = max(map(len, rows.lengths)), rows.ids.device
+    table = torch.tensor([x + [0] * (longest - len(x)) for x in rows.lengths], device=device)  # [pieces, segments]
+    if policy.model.config._attn_implementation != "flex_attention":
+        return table[None, None]
+    from torch.nn.attention.flex_attention import create_block_mask
+    segment = torch.arange(table.numel(), device=device).repeat_interleave(table.flatten())  # [W]
+    piece, is_prompt = segment // longest, segment % longest == 0
 
     def sees(b, h, q, k):
-        return (k <= q) & (prompt[b, q] == prompt[b, k]) & ((branch[b, k] == 0) | (branch[b, k] == branch[b, q]))
-    if policy.model.config._attn_implementation == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-        return create_block_mask(sees, B, None, W, W, device=device)
-    at = torch.arange(W, device=device)
-    visible = sees(torch.arange(B, device=device)[:, None, None], 0, at[None, :, None], at[None, None, :])  # [B, W, W]
-    return torch.zeros(B, 1, W, W, dtype=dtype, device=device).masked_fill(~visible[:, None], torch.finfo(dtype).min)
+        return (k <= q) & (piece[q] == piece[k]) & (is_prompt[k] | (segment[q] == segment[k]))
+    return create_block_mask(sees, None, None, len(segment), len(segment), device=device)
 
 
 def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: float):
@@ -523,7 +513,8 @@ def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict,
             kl = k3(learner_logprobs, reference_logprobs, rows.mask)
             penalty = update["kl"] * kl * log_r.detach().exp().clamp(max=cap)
         loss, count = loss_function(log_r, rows.mask, rows.advantage, low, high, cap, penalty, **extra)
-        loss.backward()
+        with policy.lora.use(0):  # --recompute runs the layers again in here
+            loss.backward()
         ratio, a = log_r.detach().exp(), rows.advantage[:, None]
         judged = completion_means(log_r.detach(), rows.mask).exp()[:, None] if update["loss"] == "gspo" else ratio
         clipped = rows.mask & (((judged > 1 + high) & (a > 0)) | ((judged < 1 - low) & (a < 0)))
@@ -1795,8 +1786,6 @@ def load_policy(bucket, run: dict, args, slots: int) -> Policy:
     ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
     stop_ids = sorted({i for e in ends if e is not None for i in (e if isinstance(e, list) else [e])})
     policy = Policy(model, slotted, tokenizer, stop_ids)
-    if device.startswith("cuda") and policy.shares_prompts:
-        model.set_attn_implementation("flex_attention")
     if "fingerprint" in run and (got := fingerprint(policy)) != run["fingerprint"]:
         raise UserError(f"--model {where} is not the run's base ({run['model']}): fingerprint {got[:12]}, expected "
                         f"{run['fingerprint'][:12]}; give the same model with --model")
@@ -1840,6 +1829,8 @@ def load_task(bucket, run: dict, args, tokenizer) -> Task:
 def run_learner(bucket, args) -> None:
     began, run = time.monotonic(), join_run(bucket, args)
     policy = load_policy(bucket, run, args, slots=2)
+    if args.recompute:
+        lora.recompute_layers(policy.model)
     learner = Learner(bucket, run, args, policy, load_task(bucket, run, args, policy.tokenizer))
     learner.start()
     try:
@@ -2084,6 +2075,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     for name, kind, default, text in PROCESS_FLAGS:
         add(here, name, kind, default, text + (f" (default {default})" if default not in (None, "") and name != "token" else ""))
     here.add_argument("--merge", action="store_true", help="export base and adapter as one model")
+    here.add_argument("--recompute", action="store_true", help="learner: a third slower, a fifth of the memory per token")
     here.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     args = parser.parse_args(argv)
     for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):

@@ -31,6 +31,7 @@ does not: windows shorter than the context, recurrent layers, capped logits (vLL
 
 Axes: N rows or tokens, T time, V vocabulary, H query heads, K key heads, d width, r rank.
 [1] Hu et al. 2021, arXiv 2106.09685. [2] Yu et al. 2022, Orca, OSDI. [3] github.com/huggingface/peft, `LoraConfig`.
+[4] Dao 2023, FlashAttention-2, arXiv 2307.08691, section 2.
 """
 from __future__ import annotations
 import json, math, random, threading, traceback
@@ -45,6 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "base_model.model."   # PEFT wraps a model twice: each name in an adapter file begins with this
@@ -73,6 +75,14 @@ def backbone(model: nn.Module) -> nn.Module:
 def head(model: nn.Module) -> nn.Module:
     """Hidden states [.., d] to logits [.., V]."""
     return model.get_output_embeddings()
+
+def recompute_layers(model: nn.Module) -> None:
+    """From now on a layer keeps only its input and computes the rest again in the backward."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # It recomputes in training mode only; set on the layer alone, so that dropout inside it stays off.
+            module.training = True
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
@@ -107,7 +117,7 @@ class TokenLogprobs(torch.autograd.Function):
         return slopes * grad_logprobs[:, None].to(slopes.dtype), None, None, None, None, None
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
-                   temperature: float = 1.0, chunk_tokens: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+                   temperature: float = 1.0, chunk_tokens: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs [N] of `targets` [N] under softmax(head(hidden [N, d]) / temperature), and entropies [N]; both fp32.
 
     The head, weight [V, d], is frozen, so the forward keeps all that the backward needs, [N, d],
@@ -116,6 +126,29 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)
 
 # ---- LoRA layers ---------------------------------------------------------------------------------------------------
+
+class AddProduct(torch.autograd.Function):
+    """Adds scale (x A^T) B to y, in place, where y = x W^T (+ bias) is what the frozen layer returned.
+
+    x [.., in], y [.., out], W [out, in], A [r, in], B [r, out]. Both paths' gradients of x add up in one array; W has
+    none, so x is kept for A alone."""
+
+    @staticmethod
+    def forward(ctx, y, x, W, A, B, scale):
+        h = F.linear(x, A)                               # [.., r]
+        y.view(-1, y.shape[-1]).addmm_(h.view(-1, h.shape[-1]), B, alpha=scale)
+        ctx.save_for_backward(x, h, W, A, B)
+        ctx.scale = scale
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, h, W, A, B = ctx.saved_tensors
+        g = grad.flatten(0, -2)                          # [N, out]
+        dh = (g @ B.T).mul_(ctx.scale)                   # [N, r]
+        dx = (g @ W).addmm_(dh, A).view_as(x) if ctx.needs_input_grad[1] else None
+        return None, dx, None, dh.T @ x.flatten(0, -2), (h.flatten(0, -2).T @ g).mul_(ctx.scale), None
 
 class Lora:
     """The adapters of one model, in `slots` version slots, all zero at first; freezes the model.
@@ -197,15 +230,71 @@ class Lora:
             A, B = self._parameters[first][key_a], self._parameters[first][key_b].T
         else:
             A, B = (self._stacks[key][first * self.r:end * self.r] for key in (key_a, key_b))
-        h = F.linear(inputs[0], A.to(output.dtype))      # [rows, .., columns]
+        A, B = A.to(output.dtype), B.to(output.dtype)
+        if torch.is_grad_enabled():
+            assert blank is None, "gradients reach one slot: all rows must use it"
+            weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+            return AddProduct.apply(output.detach(), inputs[0], weight, A, B, self.scale)
+        h = F.linear(inputs[0], A)                       # [rows, .., columns]
         if blank is not None:
             # Blanked rather than multiplied by 0: an overflow in another version's columns stays there.
             h.masked_fill_(blank.view(len(blank), *[1] * (h.ndim - 2), -1), 0)
-        flat, h, B = output.view(-1, output.shape[-1]), h.view(-1, h.shape[-1]), B.to(output.dtype)
-        if torch.is_grad_enabled():
-            return torch.addmm(flat, h, B, alpha=self.scale).view_as(output)
-        flat.addmm_(h, B, alpha=self.scale)
+        output.view(-1, output.shape[-1]).addmm_(h.view(-1, h.shape[-1]), B, alpha=self.scale)
         return output
+
+# ---- Attention of packed rows --------------------------------------------------------------------------------------
+
+class BranchAttention(torch.autograd.Function):
+    """Causal attention on the CPU where completions stand behind one shared prompt; no array of time × time.
+
+    A row holds pieces, a piece is lengths [prompt, completion, completion, ..]. Each of these segments attends to itself,
+    and the completions of a piece, all as one, to their prompt. Two parts of one softmax join exactly [4]:
+    out = Σ exp(lse_i − lse) out_i with lse = log Σ exp(lse_i); and given the joined out and lse, flash attention's
+    backward of one part is that part's share of the gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, pieces):
+        B, H, T, d = q.shape
+        out, lse, at = q.new_empty(B, T, H, d).transpose(1, 2), q.new_empty(B, H, T, dtype=torch.float32), 0
+        ctx.scale, ctx.parts = scale, []                 # [(queries, keys, is_causal)]
+        for lengths in pieces:
+            ends = [at, *(at := at + n for n in lengths if n)]
+            ctx.parts += [(span, span, True) for span in map(slice, ends, ends[1:])]
+            if len(ends) > 2:
+                ctx.parts.append((slice(ends[1], at), slice(*ends[:2]), False))
+        for rows, keys, is_causal in ctx.parts:
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], is_causal=is_causal, scale=scale)
+            if not is_causal:
+                own, own_lse, prompt_lse = out[:, :, rows], lse[:, :, rows], part_lse
+                part_lse = torch.logaddexp(own_lse, prompt_lse)
+                part = part * (prompt_lse - part_lse).exp()[..., None] + own * (own_lse - part_lse).exp()[..., None]
+            out[:, :, rows], lse[:, :, rows] = part, part_lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        for rows, keys, is_causal in ctx.parts:
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows], 0.0,
+                is_causal, scale=ctx.scale)
+            for whole, part, span in zip(grads, parts, (rows, keys, keys)):
+                # A piece's own segments come first and cover it, so the sum starts there.
+                whole[:, :, span].copy_(part) if is_causal else whole[:, :, span].add_(part)
+        return *grads, None, None
+
+def branch_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """transformers' attention interface. The mask, 4-D so that it comes down untouched, is the lengths of all pieces
+    [1, 1, pieces, segments], padded with 0; None is one segment. query [B, H, T, d], key and value [B, K, T, d]."""
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ValueError("a model that caps or biases its scores or has sinks is not supported")
+    T = query.shape[2]
+    pieces = [[T]] if attention_mask is None else attention_mask[0, 0].tolist()
+    assert key.shape[2] == T == sum(map(sum, pieces)), f"{key.shape[2]} keys, {T} queries, pieces {pieces}"
+    return BranchAttention.apply(query, key, value, scaling, pieces).transpose(1, 2), None
 
 # ---- Adapter files -------------------------------------------------------------------------------------------------
 

@@ -2225,6 +2225,51 @@ def test_flex_attention_gives_what_the_sdpa_mask_gives():
         got, _ = grpo_async.row_logprobs(policy, rows, 0, 1.0)
     assert (got - want).abs().max() < 1e-5
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_attention_of_a_packed_row_equals_a_mask_over_all_of_it(dtype, tolerance):
+    """Oracle: every score written out, both passes; three pieces, completions of one token (no place of their own), fewer
+    key heads than query heads. Relative to the largest entry: rounding, and bf16's 8 bits."""
+    torch.manual_seed(0)
+    pieces = [[5, 3, 0, 7], [4, 0, 0, 0], [1, 2, 9, 0]]
+    piece, segment = (torch.tensor([x for i, p in enumerate(pieces) for j, n in enumerate(p) for x in [(i, j)[which]] * n]) for which in (0, 1))
+    at = torch.arange(len(piece))
+    sees = (at <= at[:, None]) & (piece == piece[:, None]) & ((segment == 0) | (segment == segment[:, None]))
+    q, k, v = (torch.randn(1, len(at), heads, 8, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (6, 2, 2))
+    got = lora.branch_attention(None, q, k, v, torch.tensor(pieces)[None, None], 0.5)[0].transpose(1, 2)
+    scores = (q.float() @ k.float().repeat_interleave(3, 1).mT * 0.5).masked_fill(~sees, -math.inf)
+    want, grad = scores.softmax(-1) @ v.float().repeat_interleave(3, 1), torch.randn(got.shape)
+    pairs = zip((got, *torch.autograd.grad(got, (q, k, v), grad.to(dtype))), (want, *torch.autograd.grad(want, (q, k, v), grad)))
+    assert all((a - b).abs().max() <= tolerance * b.abs().max() for a, b in pairs)
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding"])
+def test_recomputing_layers_changes_no_gradient_and_keeps_less(kind):
+    """--recompute; the reference of --kl runs between a forward and its backward, under another slot."""
+    policy, update = grpo_policy(kind), grpo_update(kl=0.1)
+    groups, kept, got = grpo_groups(policy, 3), [], []
+    for _ in range(2):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t}) or t, lambda t: t):
+            got.append(grpo_gradient(policy, groups, update)[0])
+        kept.append(sum(t.nbytes for t in saved.values()))
+        lora.recompute_layers(policy.model)
+    assert all(torch.equal(got[0][name], got[1][name]) for name in got[0])
+    assert kept[1] < kept[0] / 2
+
+def test_a_step_keeps_what_its_backward_reads_and_nothing_that_grows_faster_than_tokens():
+    """Numbers per token and layer of width 32, MLP 48: the inputs of norms and of adapters (4 × 32), q and the output
+    (2 × 32), k and v (2 × 16), the MLP's four (4 × 48), x A^T of seven adapters, log-sum-exps and scales: 436. Outside the
+    layers at most 100. So there is no mask, no logits, no second copy of a layer's output, and no weight has a gradient."""
+    policy = grpo_policy()
+    for n in (4, 16):
+        saved, tokens = {}, 10 + n * 39
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.untyped_storage().data_ptr(): t}) or t, lambda t: t):
+            grpo_gradient(policy, [Group(0, [3] * 10, [[4] * 40] * n, [[-3.0] * 40] * n, [0.0, 1.0] * (n // 2), [0] * n, [False] * n)],
+                          grpo_update(), 4096)
+        weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+        kept = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in weights) / 4
+        assert kept <= tokens * (2 * 436 + 100)
+    assert all(p.grad is None for p in policy.model.parameters())
+
 @pytest.mark.parametrize("loss", grpo_async.LOSSES)
 def test_the_gradient_of_packed_groups_is_autograd_of_the_written_formula(loss):
     """Everything at once, completion by completion: temperature, --kl against the base (adapter off), --tis, truncated
