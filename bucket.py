@@ -1,32 +1,31 @@
-"""bucket.py: one small interface over a folder, a mounted volume or any S3 store. `serve` makes a folder an S3 store.
+"""bucket.py: one small interface over a folder, a mounted volume or any S3 store; `serve` makes a folder an S3 store.
 
     python bucket.py serve DIR --listen HOST:PORT    # then http://HOST:PORT/NAME is the folder DIR/NAME
     python bucket.py ls|get|put|rm ADDRESS …         # look at, copy or remove objects
     python bucket.py check ADDRESS                   # which of the guarantees below hold there, as a table
     python bucket.py mirror ADDRESS DIR              # keep DIR/adapters equal to the bucket's, whole folders only
 
-An ADDRESS is a path, file:///path, s3://bucket/prefix or http(s)://host:port/bucket/prefix (for S3 as usual
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or ~/.aws/credentials, and AWS_ENDPOINT_URL_S3). A bucket maps keys
-("steps/000034.json") to bytes. Machines that share nothing else agree through one operation, *create-if-absent*
-(`put_new`): of all who create a key one wins, and everybody reads the winner's bytes. Several files become one
-object by a manifest, the last to appear (`publish`, `fetch`).
+An ADDRESS is a path, file:///path, s3://bucket/prefix or http(s)://host:port/bucket/prefix (with the usual AWS_… variables
+or ~/.aws/credentials). A bucket maps keys ("steps/000034.json") to bytes. Machines that share nothing else agree by one
+operation, *create-if-absent* (`put_new`): of all who create a key one wins, and everybody reads the winner's bytes. Several
+files become one object by a manifest, the last to appear (`publish`, `fetch`).
 
 Guarantees (tested on a folder, our server, SeaweedFS, and through a proxy that fails one call in five):
- 1. put_new: one winner of any race. A writer killed at any point leaves the old state or the new, never a part.
- 2. list: every key finished before the call, in byte order, no temporary file; `start_after` makes following a
-    log cheap. (SeaweedFS alone puts a/x before a-b; this project has no such neighbours.)
+ 1. put_new: one winner of any race. A writer killed at any point leaves the old state or the new one, never a part.
+ 2. list: every key finished before the call, in byte order, no temporary file; `start_after` makes following a log cheap.
+    (SeaweedFS alone puts a/x before a-b; this project has no such neighbours.)
  3. fetch: exactly the published bytes, or an error; a store that shows a manifest before its files is waited for.
  4. No key leaves the bucket's folder or prefix; a bad key is refused before any I/O.
  5. Retries are bounded and logged; a retried put_new whose first try had landed says True.
 
-How. Folder: temp file, fsync, link(2) to the key (fails if it exists), fsync the folder. S3 [1]: `If-None-Match:
-*`; 412 = lost, 409 = try again. `probe` finds stores that ignore this (rclone) or lack it (501 on B2; mounts
-without links): `conditional` turns False, and one writer is still safe. Mounts that check links only on their
-own machine (hf-mount, s3fs) pass the probe: use one learner there.
+How. Folder: temp file, fsync, link(2) to the key (fails if it exists), fsync the folder. S3 [1]: `If-None-Match: *`; 412 =
+lost, 409 = try again. `probe` finds stores that ignore this (rclone) or lack it (501 on B2; mounts without links):
+`conditional` turns False, and one writer is still safe. Mounts that check links only on their own machine (hf-mount, s3fs)
+pass the probe: use one learner there.
 
-Does not: multipart uploads (an object is at most 5 GB), byte ranges, presigned URLs, ACLs, versions, delimiters.
-`serve`, `get` and `put` pass objects of any size in bounded memory; `fetch` and `mirror` hold one adapter.
-`serve` bounds its connections, but a hostile client can keep others waiting: no open internet.
+Does not: multipart uploads (an object is at most 5 GB), byte ranges, presigned URLs, ACLs, versions, delimiters. `serve`, `get`
+and `put` pass any size in bounded memory; `fetch` and `mirror` hold one adapter. `serve` bounds its connections, but a hostile
+client can keep others waiting: not for the open internet.
 
 [1] https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 [2] https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
@@ -49,14 +48,14 @@ CHUNK_BYTES, MAX_OBJECT_BYTES = 1 << 20, 5 << 30
 LATE_FILE_S = 60.0                    # longest wait for a file that a manifest names; mounts say "not there" for 30 s
 TRIES, PAUSE_S = 10, 0.1              # of an S3 call; pauses of 0.1, 0.2, … 15 s with jitter, at most 41 s in all
 CONNECT_S, STALL_S, SLOWEST_BYTES_PER_S = 10.0, 60.0, 20_000    # a body may take STALL_S + size / SLOWEST_BYTES_PER_S
+PASSING = {408, 409, 429, 500, 502, 503, 504}
 SKEW_S = 900                          # requests dated further off are refused, as AWS does
 MAX_CONNECTIONS, IDLE_S = 400, 30.0   # of `serve`; an idle one ends before a client that waits for its place gives up
 # What file systems answer to a call they lack: link on FAT, rename on mountpoint-s3, fsync of a folder on FUSE.
 NO_SUCH_CALL = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 # ---- Errors, keys, manifests -------------------------------------------------------------------------------
-# One class per thing that a caller does differently; with what `serve` answers: HTTP status and S3 code. All are
-# OSErrors, as is what a folder raises by itself (disk full, no permission): the world failed.
+# One class per thing that a caller does differently; with what `serve` answers. A folder's own errors are OSErrors, too.
 
 class BucketError(OSError): status, code = 500, "InternalError"                # a store failed, after all tries
 class NotFound(BucketError): status, code = 404, "NoSuchKey"                   # the key is not there
@@ -130,12 +129,10 @@ class Bucket:
         return manifest
 
     def fetch(self, prefix: str, wait_s: float = LATE_FILE_S) -> tuple[dict, dict[str, bytes]]:
-        """The manifest and the files it names, verified. NotFound: no manifest. Corrupt: wrong bytes twice, or
-        incomplete for `wait_s`."""
+        """The manifest and its files, verified. NotFound: no manifest. Corrupt: wrong bytes twice, or incomplete for `wait_s`."""
         prefix, until = prefix.rstrip("/"), time.monotonic() + wait_s
         manifest = self.manifest(prefix)
-        return manifest, {name: self._fetch_file(prefix, name, entry, until)
-                          for name, entry in sorted(manifest["files"].items())}
+        return manifest, {name: self._fetch_file(prefix, name, manifest["files"][name], until) for name in sorted(manifest["files"])}
 
     def _fetch_file(self, prefix: str, name: str, entry: dict, until: float) -> bytes:
         damaged = 0
@@ -292,8 +289,7 @@ def stamp_at(unix_s: float) -> str:
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(unix_s))
 
 def authorization(key_id: str, secret: str, region: str, request: tuple[str, str, dict], signed: dict[str, str]) -> str:
-    """The header of AWS Signature Version 4 [2] over method, encoded path, query and the headers `signed`, whose
-    names are in lower case."""
+    """That header of AWS Signature Version 4 [2]. `request`: method, encoded path, query; `signed`: headers by lower-case name."""
     (method, path, query), names, date = request, ";".join(sorted(signed)), signed["x-amz-date"]
     pairs = sorted(f"{quote(name, '')}={quote(value, '')}" for name, value in query.items())
     headers = [f"{name}:{' '.join(signed[name].split())}" for name in sorted(signed)]
@@ -302,8 +298,7 @@ def authorization(key_id: str, secret: str, region: str, request: tuple[str, str
     to_sign = ["AWS4-HMAC-SHA256", date, "/".join(scope), hashlib.sha256(text.encode()).hexdigest()]
     for part in [*scope, "\n".join(to_sign)]:
         key = hmac.digest(key, part.encode(), "sha256")
-    credential = "/".join([key_id, *scope])
-    return f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={key.hex()}"
+    return f"AWS4-HMAC-SHA256 Credential={'/'.join([key_id, *scope])}, SignedHeaders={names}, Signature={key.hex()}"
 
 def credentials() -> list[str]:
     """Key id, secret, session token: of the environment, else of AWS_PROFILE in ~/.aws/credentials, else ""."""
@@ -338,11 +333,9 @@ class S3Bucket(Bucket):
         # Subtle: without an auth of its own, a session lets ~/.netrc replace our Authorization header.
         self._session.auth = lambda request: request
 
-    def _send(self, method: str, key: str, query: dict, headers: dict, data: BinaryIO, into: BinaryIO):
+    def _send(self, method: str, key: str, query: dict, headers: dict, data: BinaryIO, entry: dict, into: BinaryIO):
         """One try, signed over all headers that S3 acts on and the body. A success goes to `into`: a Response."""
-        data.seek(0)
-        entry, path = entry_of(data), quote(f"{self.path}/{self.prefix}{key}" if key else self.path)
-        data.seek(0)
+        path = quote(f"{self.path}/{self.prefix}{key}" if key else self.path)
         headers = {**headers, "host": self.host, "x-amz-date": stamp_at(time.time() + self.skew_s),
                    "x-amz-content-sha256": entry["sha256"]}
         if self.token:
@@ -350,11 +343,12 @@ class S3Bucket(Bucket):
         if self.key_id:
             headers["authorization"] = authorization(self.key_id, self.secret, self.region, (method, path, query), headers)
         url = f"{self.scheme}://{self.host}{path}?{urlencode(query, quote_via=quote)}".rstrip("?")
+        data.seek(0)
         # Subtle: bytes must leave within one time-out as a whole; of a file, each block of 16 KB has its own.
         with self._session.request(method, url, headers={**headers, "accept-encoding": "identity"}, stream=True,
                                    data=data if entry["size"] else None, allow_redirects=False,
                                    timeout=(CONNECT_S, STALL_S)) as reply:
-            body, started = into if reply.ok else io.BytesIO(), time.monotonic()
+            body, started = into if reply.status_code < 300 else io.BytesIO(), time.monotonic()
             body.seek(0)
             body.truncate()
             # read1 returns what has come, so that a body that trickles is noticed. A body that is cut raises.
@@ -367,7 +361,7 @@ class S3Bucket(Bucket):
 
     def _corrected(self, reply: requests.Response) -> bool:
         """Learn the store's region or clock from a refusal. True: something was learnt, so a new try makes sense."""
-        region = [*said(reply, "Region"), reply.headers.get("x-amz-bucket-region", self.region)][0]
+        region = (said(reply, "Region") or [reply.headers.get("x-amz-bucket-region", self.region)])[0]
         date = email.utils.parsedate_tz(reply.headers.get("date", ""))
         skew_s = email.utils.mktime_tz(date) - time.time() if date and reply.status_code == 403 else self.skew_s
         if region == self.region and abs(skew_s - self.skew_s) < SKEW_S / 3:
@@ -380,30 +374,29 @@ class S3Bucket(Bucket):
 
     def _call(self, method: str, key: str = "", query: dict = {}, headers: dict = {}, data: bytes | BinaryIO = b"",
               accept: tuple = (), into: BinaryIO | None = None) -> requests.Response:
-        """A success, or a status in `accept`. What may pass (transport, 408, 409, 429, 5xx but 501) is tried again."""
+        """A success, or a status in `accept`. What may pass (transport, PASSING) is tried again."""
         what, maybe_landed = f"{method} {self.address}/{key}".rstrip("/"), False
         file = io.BytesIO(data) if isinstance(data, bytes) else data
+        entry = entry_of(file)
         for attempt in range(1, TRIES + 1):
             try:
-                reply = self._send(method, key, query, headers, file, into or io.BytesIO())
+                reply = self._send(method, key, query, headers, file, entry, into or io.BytesIO())
             except (OSError, requests.packages.urllib3.exceptions.HTTPError) as error:
                 while error.__context__:     # to the bottom of what urllib3 and requests wrapped
                     error = error.__context__
                 why, maybe_landed = f"{type(error).__name__}: {error}", True
             else:
                 if reply.status_code == 412 and maybe_landed:
-                    # Maybe refused by our own earlier try, whose reply was lost.
-                    file.seek(0)
-                    ours, theirs = entry_of(file), self._call("GET", key, accept=(404,)).content
-                    reply.status_code = 200 if entry_of(io.BytesIO(theirs)) == ours else 412
+                    theirs = io.BytesIO(self._call("GET", key, accept=(404,)).content)
+                    # Refused by our own earlier try, whose reply was lost?
+                    reply.status_code = 200 if entry_of(theirs) == entry else 412
                 status, code = reply.status_code, (said(reply, "Code") or [""])[0]
                 if status < 300 or status in accept:
                     return reply
                 if status == 404 and code != "NoSuchBucket":
                     raise NotFound(f"{self.address} has no {key}")
                 why = " ".join([str(status), code, *said(reply, "Message")]).strip()
-                passes = status in (408, 409, 429, 500, 502, 503, 504) or code == "RequestTimeout"
-                if not self._corrected(reply) and not passes:
+                if not (self._corrected(reply) or status in PASSING or code == "RequestTimeout"):
                     break
                 maybe_landed |= status >= 500
             if attempt < TRIES:
@@ -544,8 +537,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             given = self.headers.get("authorization", "")
             match = AUTHORIZATION.fullmatch(given)
             signed = {name: self.headers.get(name, "") for name in match[2].split(";")} if match else {}
-            must = {name for name in map(str.lower, self.headers) if name.startswith("x-amz-")}
-            if (must | {"host", "x-amz-date", "x-amz-content-sha256"}) - signed.keys():
+            must = {name for name in map(str.lower, self.headers) if name.startswith("x-amz-")} | {"host", "x-amz-date", "x-amz-content-sha256"}
+            if must - signed.keys():
                 raise Refused(403, "AccessDenied", "want an AWS4-HMAC-SHA256 Authorization over host and all x-amz-…")
             # Dates of one format order as text.
             date, now = signed["x-amz-date"], time.time()
@@ -641,8 +634,8 @@ def check(bucket: Bucket) -> Iterator[tuple[str, bool, str]]:
         "an object of 1 MiB reads back as written": lambda: replaced(big),
         "a mutable object is replaced": lambda: replaced(b"new"),
         "an empty object is kept": lambda: replaced(b""),
-        "put_new creates": lambda: bucket.put_new(base + "b", b"1") and bucket.get(base + "b") == b"1",
-        "put_new refuses a taken key": lambda: not bucket.put_new(base + "b", b"2") and bucket.get(base + "b") == b"1",
+        "put_new creates once, and the first bytes stay": lambda: [
+            bucket.put_new(base + "b", b"%d" % n) for n in (1, 2)] == [True, False] and bucket.get(base + "b") == b"1",
         "of 16 racing writers one wins, and its bytes stay": raced,
         "keys with space, percent, plus, tilde and umlaut are kept": lambda: all(
             [bucket.put_new(key, key.encode()) for key in keys] + [bucket.get(key) == key.encode() for key in keys]),
@@ -736,7 +729,7 @@ def main(argv: list[str] | None = None) -> int:
             ("mirror", "address dir", "keep DIR/adapters equal to the bucket's, for a vLLM that reads a local path")]:
         subparser = commands.add_parser(command, help=text, description=text)
         for name in names.split():
-            subparser.add_argument(name.rstrip("?"), nargs="?" if name.endswith("?") else None, metavar=name.rstrip("?").upper())
+            subparser.add_argument(name.rstrip("?"), nargs="?" * name.endswith("?") or None, metavar=name.rstrip("?").upper())
     commands.choices["serve"].add_argument("--listen", default="127.0.0.1:9000", metavar="HOST:PORT",
                                            help="default %(default)s; port 0: a free one")
     subparser.add_argument("--once", action="store_true", help="one round, then exit")

@@ -8,10 +8,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import fcntl
 import functools
 import hashlib
 import http.client
 import http.server
+import io
 import itertools
 import json
 import logging
@@ -19,14 +21,17 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import pty
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import warnings
@@ -498,7 +503,7 @@ def test_the_probe_finds_that_create_if_absent_is_honoured_and_leaves_nothing(an
 def test_check_prints_a_table_of_guarantees_that_all_hold(any_bucket, capsys):
     assert bucket.main(["check", any_bucket.address]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"check {any_bucket.address} ") and len(lines) >= 12 and all(line.startswith("ok  ") for line in lines[1:])
+    assert lines[0].startswith(f"check {any_bucket.address} ") and len(lines) == 12 and all(line.startswith("ok  ") for line in lines[1:])
     assert list(any_bucket.list()) == []
 
 # A folder
@@ -898,7 +903,7 @@ def bucket_clock(monkeypatch):
 
 @pytest.mark.parametrize("habit, wrong", [
     ("late", {"list has every key at once, in byte order, over pages", "list starts after a key"}), ("unseen", set()), ("twice", set()),
-    ("empty", {"an empty object is kept"}), ("careless", {"put_new refuses a taken key", "of 16 racing writers one wins, and its bytes stay", "publish creates once"})])
+    ("empty", {"an empty object is kept"}), ("careless", {"put_new creates once, and the first bytes stay", "of 16 racing writers one wins, and its bytes stay", "publish creates once"})])
 def test_check_names_exactly_what_a_store_gets_wrong(bucket_served, bucket_aws, bucket_clock, habit, wrong):
     with bucket_faulty(bucket_served, habits=[habit], clock=bucket_clock.monotonic) as faults:
         assert {claim for claim, holds, _ in bucket.check(faults.bucket) if not holds} == wrong
@@ -949,7 +954,7 @@ def test_rclone_ignores_conditions_and_the_probe_finds_it(bucket_aws, tmp_path, 
         assert store.publish("adapters/v1", {"a": b"1"}) and not store.publish("adapters/v1", {"a": b"1"})
         assert bucket.main(["check", store.address]) == 1
     out = capsys.readouterr().out
-    assert "NO  put_new refuses a taken key" in out and "ok  list has every key" in out
+    assert "NO  put_new creates once" in out and "ok  list has every key" in out
 
 # The server
 
@@ -4197,3 +4202,345 @@ def test_a_users_mistake_is_one_line_and_exit_2(args, why):
     process = proxy_command(*args, env={**os.environ, "GRPO_TOKEN": ""})
     _, said = process.communicate(timeout=20)
     assert process.returncode == 2 and why in said and len(said.strip().splitlines()) == 1
+
+
+# ================================================================ 5. For people: README, examples, report, errors
+
+PEOPLE_ROOT = Path(grpo_async.__file__).resolve().parent
+PEOPLE_README = (PEOPLE_ROOT / "README.md").read_text(encoding="utf-8")
+PEOPLE_BLOCKS = re.findall(r"(?:<!-- run: (\w+) -->\n)?```(\w+)\n(.*?)```", PEOPLE_README, re.DOTALL)
+
+def people_commands(block):
+    """The commands of a bash block as word lists, without comments and leading VAR=value, and the exported variables."""
+    commands, env = [], {}
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["export"]:
+            env |= dict(word.split("=", 1) for word in words[1:])
+            continue
+        for part in " ".join(map(shlex.quote, words)).split(" '&&' "):
+            words = shlex.split(part)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words.pop(0)
+            commands += [words] if words else []
+    return commands, env
+
+@pytest.mark.parametrize("block", [b for _, kind, b in PEOPLE_BLOCKS if kind == "bash"], ids=lambda b: b.split("\n")[0][:40])
+def test_every_command_of_the_readme_is_one(block, tmp_path):
+    """Valid bash; and flags, subcommands and files that exist, by the real parsers."""
+    assert subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0
+    commands, _ = people_commands(block)
+    for words in commands:
+        program = words[1] if words[0] == "python" else words[0]
+        assert words[0] in ("python", "pip", "pytest", "vllm") or os.access(PEOPLE_ROOT / program, os.X_OK), words
+        if program.endswith((".py", ".sh", ".txt")):
+            assert (PEOPLE_ROOT / program).is_file(), program
+        if program == "grpo_async.py" and "proxy" not in words:
+            args = grpo_async.arguments(words[2:])
+            assert all(grpo_async.load_reward(str(PEOPLE_ROOT / spec)) for spec in args.reward)
+        elif program in ("grpo_async.py", "bucket.py"):
+            # An unknown flag, or a missing address, is status 2 before anything is done; what is right waits or fails later.
+            process = subprocess.Popen([sys.executable, PEOPLE_ROOT / program, *words[2:], "--no-such-flag"], cwd=tmp_path,
+                                       stderr=subprocess.PIPE, text=True)
+            assert "unrecognized arguments: --no-such-flag\n" in process.communicate(timeout=30)[1].replace("; try --help", "")
+
+@pytest.mark.parametrize("way", ["folder", "serve", "s3"])
+def test_two_machines_run_as_the_readme_says(way, grpo_start, grpo_base, bucket_weed, tmp_path, monkeypatch):
+    """The block's own commands, with this machine's addresses in place of the README's and 2 steps in place of 200."""
+    block, = [b for name, _, b in PEOPLE_BLOCKS if name == way]
+    port = bucket_port()
+    here = {"/mnt/run": f"{tmp_path}/run", "/data/runs": f"{tmp_path}/served", "0.0.0.0:9000": f"127.0.0.1:{port}",
+            "http://thathost:9000": f"http://127.0.0.1:{port}", "s3://my-bucket/run1": "s3://tests/readme", "--steps 200": "--steps 2"}
+    for theirs, ours in here.items():
+        block = block.replace(theirs, ours)
+    commands, env = people_commands(block)
+    for name, value in ({**BUCKET_KEYS, "AWS_ENDPOINT_URL_S3": bucket_weed()} if way == "s3" else env).items():
+        monkeypatch.setenv(name, value)
+    address = next(words[words.index("--bucket") + 1] for words in commands if "--bucket" in words)
+    files = {p.name: p.read_bytes() for p in grpo_base.iterdir() if p.name != "manifest.json"}
+    with contextlib.ExitStack() as stack:
+        roles = {}
+        for words in commands:
+            if "serve" in words:
+                server = stack.enter_context(bucket_process(sys.executable, *words[1:], cwd=PEOPLE_ROOT))
+                assert server.stdout.readline().startswith("ready role=serve")
+            elif "check" in words:
+                assert subprocess.run([sys.executable, *words[1:]], cwd=PEOPLE_ROOT).returncode == 0
+            else:
+                if not roles:  # the tiny base, which takes half a minute, is already there
+                    open_bucket(address).publish("base", files, {})
+                role = words[words.index("--role") + 1]
+                roles[role] = grpo_start(*words[2:], *(["--eval-steps", -1] if role == "learner" else []),
+                                         **{k: v for k, v in os.environ.items() if k.startswith("AWS_")})
+        assert roles["learner"].done(90)["steps"] == "2" and roles["actor"].end() == 0
+    assert way != "serve" or (tmp_path / "served/team/run1/summary.json").is_file()
+
+def test_the_readme_links_to_files_that_exist_and_has_no_marker_twice():
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", PEOPLE_README)
+    assert len(links) > 10 and [link for link in links if not link.startswith("http") and not (PEOPLE_ROOT / link).is_file()] == []
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", PEOPLE_README, re.M)}
+    assert [a for a in re.findall(r"\]\(#([^)]+)\)", PEOPLE_README) if a not in anchors] == []
+
+def test_the_readmes_python_snippets_do_what_they_say(grpo_finished, tmp_path):
+    """Its lines to trackio and to TensorBoard get the run's numbers (the packages are stand-ins, their calls are real);
+    PEFT loads the adapter; the reward has TRL's signature."""
+    snippets = {next(word for word in ("trackio", "SummaryWriter", "PeftModel", "def mine") if word in b): b for _, kind, b in PEOPLE_BLOCKS if kind == "python"}
+    folder, seen = grpo_finished[0], []
+    modules = {"trackio": SimpleNamespace(init=lambda **k: None, log=lambda row, step: seen.append((step, row))),
+               "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=lambda to: SimpleNamespace(add_scalar=lambda *a: seen.append(a)))}
+    (tmp_path / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(sys, "stdin", io.StringIO(grpo_finished[3]))
+        exec(snippets["trackio"], {})
+        assert [step for step, _ in seen] == list(range(1, 9)) and all(0 <= row["reward"] <= 1 for _, row in seen)
+        seen.clear()
+        exec(snippets["SummaryWriter"].replace("runs/demo", str(tmp_path)), {})
+        assert len(seen) == 6 * 8 and {key for key, *_ in seen} >= {"reward", "tok_s"}
+    exec(snippets["PeftModel"].replace("runs/demo/base", str(folder / "base")).replace("/tmp/adapter", str(folder / "final")), space := {})
+    assert type(space["model"]).__name__ == "PeftModel"
+    exec(snippets["def mine"], space)
+    assert space["mine"]([], [[{"role": "assistant", "content": " 4 "}]] * 2, [], ["4", "5"], more=1) == [1.0, 0.0]
+
+# -- examples
+
+def people_dry_run(**env):
+    """The commands that examples/hf_jobs.sh would run, as word lists."""
+    keys = {"DRY_RUN": "1", "NAMESPACE": "me", "MODEL": "org/model", "DATA": "d.jsonl", "HF_TOKEN": "t", **BUCKET_KEYS}
+    done = subprocess.run(["bash", PEOPLE_ROOT / "examples/hf_jobs.sh"], env={"PATH": os.environ["PATH"], **keys, **env}, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return [people_bash_words(line[2:]) for line in done.stderr.splitlines()]
+
+def people_bash_words(line):
+    return subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+def test_hugging_face_jobs_are_started_with_the_right_slots_and_all_cancelled():
+    """max-staleness 4 means 6 versions at once; rank 12 is served by vLLM's 16. Every job that was started is cancelled."""
+    commands = people_dry_run(SAMPLERS="3", MAX_STALENESS="4", RANK="12")
+    started, cancelled = ([c for c in commands if c[:3] == ["hf", "jobs", verb]] for verb in ("run", "cancel"))
+    assert len(started) == len(cancelled) == 4 and commands[-4:] == cancelled
+    for i, words in enumerate(started[:3]):
+        value = dict(itertools.pairwise(words))
+        assert (value["--max-loras"], value["--max-cpu-loras"], value["--max-lora-rank"], value["--network-alias"]) == ("6", "12", "16", f"s{i}")
+    roles = [shlex.split(line.rstrip("& ")) for line in started[3][-1].splitlines()[1:]]
+    assert [words[words.index("--role") + 1] for words in roles] == ["proxy", "actor", "learner"] and roles[0].count("--replica") == 3
+    args = grpo_async.arguments(roles[2][roles[2].index("--role"):])
+    assert (args.bucket, args.max_staleness, args.lora_r) == ("s3://async-grpo/run1", 4, 12)
+
+def test_the_commands_of_hf_jobs_are_accepted_by_the_real_cli():
+    cli = pytest.importorskip("huggingface_hub.cli.hf")
+    import click
+    import typer
+    for words in people_dry_run():
+        command, context = typer.main.get_command(cli.app), None
+        words = words[1:]
+        while hasattr(command, "commands"):
+            command = command.get_command(context or click.Context(command), words.pop(0))
+        command.make_context(command.name, list(words))
+    with pytest.raises(Exception, match="no-such"):
+        command.make_context(command.name, [*words, "--no-such"])
+
+def people_reward(file, name):
+    return grpo_async.load_reward(f"{PEOPLE_ROOT}/examples/rewards/{file}.py:{name}")[2]
+
+@pytest.mark.parametrize("file, name, cases", [
+    ("numeric", "correct", [("so 1,234.50", {"answer": "1234.5"}, 1), ("7 or 8", {"answer": 7}, 0), ("none", {"answer": 7}, 0)]),
+    ("numeric", "near", [("100", {"answer": 100}, 1), ("110", {"answer": 100}, math.exp(-1)), ("no", {"answer": 100}, 0)]),
+    ("choice", "letter", [("Answer: B", {"answer": "B"}, 1), ("the answer is (b)? No. Answer: C", {"answer": "C"}, 1), ("so B.", {"answer": "B"}, 1),
+                          ("Answer: A. Answer: B", {"answer": "B"}, 0), ("A B C D", {"answer": "A"}, 0), ("", {"answer": "A"}, 0)]),
+    ("valid_json", "valid", [('{"a": "x", "n": 2.5}', {"schema": {"a": "string", "n": "number"}}, 1), ('```json\n{"a": "x"}\n```', {"schema": {"a": "string"}}, 1),
+                             ('{"a": true}', {"schema": {"a": "number"}}, 0.2), ('{"a": 1, "b": 2}', {"schema": {"a": "number"}}, 0.6), ("[1]", {"schema": {"a": "number"}}, 0.2),
+                             ('{"a": 1', {"schema": {"a": "number"}}, 0), ('{"a": 1} done', {"schema": {"a": "number"}}, 0)]),
+    ("customer_service", "action", [("ACTION: REFUND\nSorry.", {"action": "REFUND"}, 1), ("ACTION: TRACK\nSorry.", {"action": "REFUND"}, 0.1), ("REFUND", {"action": "REFUND"}, 0)]),
+    ("customer_service", "reply", [("ACTION: REFUND\nOrder A1 is refunded.", {"order": "A1", "finish_reasons": "stop"}, 1), ("ACTION: REFUND\nRefunded.", {"order": "A1", "finish_reasons": "stop"}, 0),
+                                   ("ACTION: REFUND\nOrder A1", {"order": "A1", "finish_reasons": "length"}, 0)])])
+def test_the_example_rewards_score_worked_examples(file, name, cases):
+    for text, columns, want in cases:
+        for completion in (text, [{"role": "assistant", "content": text}]):
+            assert people_reward(file, name)(completions=[completion], **{k: [v] for k, v in columns.items()}) == [pytest.approx(want)], text
+
+def test_the_length_rewards_fall_from_short_to_long():
+    ids = [[0] * n for n in (1, 64, 384, 448, 512, 600)]
+    assert people_reward("length", "overlong")(completion_ids=ids) == [0, 0, 0, -0.5, -1, -1]
+    assert people_reward("length", "short")(completion_ids=ids[:2]) == [1, 0]
+
+def test_the_customer_service_rows_are_what_their_rewards_need():
+    rows = grpo_async.read_rows((PEOPLE_ROOT / "examples/customer_service.jsonl").read_text(), "customer_service.jsonl")
+    assert len(rows) == 60 and {row["action"] for row in rows} == {"REFUND", "TRACK", "EXCHANGE", "HUMAN"}
+    assert all(row["order"] in row["prompt"][-1]["content"] for row in rows)
+
+@pytest.mark.parametrize("name, text", [
+    ("a.jsonl", '{"question": "1+1?", "answer": "so\\n#### 1,002"}\n\n{"question": "", "answer": "3"}\n'),
+    ("a.json", '[{"question": "1+1?", "answer": "so\\n#### 1,002"}, {"question": "x"}]'), ("a.csv", 'question,answer\n"1+1?","so\n#### 1,002"\nx,\n')])
+def test_gsm8k_in_its_common_formats_becomes_data(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    done = subprocess.run([sys.executable, PEOPLE_ROOT / "examples/gsm8k.py", tmp_path / name], text=True, capture_output=True)
+    row, = grpo_async.read_rows(done.stdout, name)
+    assert done.returncode == 0 and row["answer"] == "1002" and row["prompt"][0]["content"].startswith("1+1?") and "1 of 2" in done.stderr
+    assert grpo_async.math_reward(completions=["\\boxed{1002}"], answer=[row["answer"]]) == [1]
+
+# -- terminal, report, teaching page
+
+def test_a_step_is_a_plain_line_in_a_pipe_and_a_line_that_redraws_itself_on_a_terminal(grpo_finished, monkeypatch):
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", grpo_finished[3]) and grpo_finished[3].count("\nstep=") == 8
+    row = {"step": 9, "reward": 0.5, "ratio": None, "staleness_mean": 1.0, "queue_groups": 64, "tok_s": 1234.5}
+
+    def shown(step, **env):
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+        monkeypatch.setenv("COLUMNS", "50")
+        monkeypatch.setenv("TERM", "xterm")
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with open(slave, "w") as terminal, contextlib.redirect_stdout(terminal):
+            grpo_async.show_step(row | {"step": step}, 100, 2.0)
+            text = os.read(master, 10000).decode()
+        os.close(master)
+        return text
+    assert shown(9) == "\r\033[Kstep 9/100 reward 0.5 ratio nan staleness 1 queue"[:4 + 49]
+    assert shown(10).endswith("\r\n") and not shown(11).endswith("\n")
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert shown(9, **plain).startswith("step=9 reward=0.5 ratio=nan ")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+def test_help_fits_a_screen_and_a_wrong_flag_is_one_line(grpo_start, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as end:
+        grpo_async.arguments(["--help"])
+    said = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and len(said) <= 50 and max(map(len, said)) <= 100
+    with pytest.raises(SystemExit):
+        grpo_async.arguments(["--help-all"])
+    everything = capsys.readouterr().out
+    for name in [*(f[0] for f in grpo_async.RUN_FLAGS), *(f[0] for f in grpo_async.PROCESS_FLAGS), "reward", "mask-truncated", "merge"]:
+        assert f"--{name} " in everything or f"--{name}\n" in everything, name
+
+def test_a_report_elsewhere_writes_nothing_to_the_run(grpo_start, grpo_finished, tmp_path):
+    before = {p: p.stat().st_mtime_ns for p in grpo_finished[0].rglob("*") if p.is_file()}
+    assert grpo_start("--role", "report", "--bucket", grpo_finished[0], "--out", tmp_path / "theirs").end() == 0
+    assert {p: p.stat().st_mtime_ns for p in grpo_finished[0].rglob("*") if p.is_file()} == before
+    rows = [json.loads(line) for line in (tmp_path / "theirs/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    for row in rows:  # a sample of each step, to read
+        assert row["sample"]["best"]["reward"] >= row["sample"]["worst"]["reward"] and "+" in row["sample"]["prompt"]
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_a_browser_draws_the_report_and_names_the_bottleneck(grpo_finished, tmp_path):
+    page = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+                           "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}", "--virtual-time-budget=2000", "--window-size=1280,2000",
+                           "--dump-dom", f"file://{grpo_finished[0]}/report.html"], capture_output=True, text=True, timeout=60).stdout
+    assert page.count('role="img"') >= 10 and "of the learner's time was" in page and re.search(r"--(inflight|token-budget|lora-r|sync-steps|checkpoint-steps)", page)
+    assert "best, reward" in page and "NaN" not in page.split("</script>")[-1]
+
+def test_the_walkthrough_of_one_step_is_made_from_a_run(grpo_finished, tmp_path):
+    """Its numbers are recomputed and compared with the log's while it is written; the page in docs/ has the same words."""
+    page = subprocess.run([sys.executable, PEOPLE_ROOT / "docs/walkthrough.py", grpo_finished[0], "7"], capture_output=True, text=True)
+    assert page.returncode == 0, page.stderr[-2000:]
+    assert page.stdout.count("\n| `") == 4 and "nan" not in page.stdout
+
+    def words(text):
+        return re.findall(r"^#.*|\b[a-z]{4,}\b", re.sub(r"```.*?```|`[^`]*`", "", text.replace("cut to", "under the limit of"), flags=re.DOTALL), re.M)[1:]
+    assert words(page.stdout) == words((PEOPLE_ROOT / "docs/one-step.md").read_text())
+
+# -- errors as a user meets them
+
+@pytest.fixture(scope="session")
+def people_models(grpo_base, tmp_path_factory):
+    """Variants of the tiny base that users come with."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("whole", "cut", "no_weights", "other_tokenizer", "no_pad"):
+        shutil.copytree(grpo_base, folder / name)
+        (folder / name / "manifest.json").unlink()
+    weights = folder / "cut/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    (folder / "no_weights/model.safetensors").unlink()
+    tokenizer = json.loads((folder / "whole/tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {"1": 70, "x1": 7}
+    (folder / "other_tokenizer/tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "no_pad/tokenizer_config.json").read_text())
+    (folder / "no_pad/tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "pad_token"}))
+    (folder / "no_pad/special_tokens_map.json").unlink()
+    return folder
+
+def people_data(folder, **columns):
+    rows = [{"prompt": f"{a}+15=", "answer": a + 15} | columns for a in range(10, 40)]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "d.jsonl"
+
+@pytest.mark.parametrize("code, says, flags", [
+    (2, "unrecognized arguments: --stepz 3; try --help", "--stepz 3"), (2, "--task: invalid choice: 'foo'", "--task foo"), (2, "--group-size must be at least 2", "--group-size 1"),
+    (2, "missing.jsonl: .*No such file", "--data {at}/missing.jsonl --task math"), (2, "want s3://bucket/prefix", "--bucket s3://"), (2, "address 'ftp://x'", "--bucket ftp://x"),
+    (1, "Not a directory", "--bucket {at}/d.jsonl"), (1, "/proc/nope/probe: this folder cannot be made", "--bucket /proc/nope"),
+    (2, "no_such_folder on cpu: .*no_such_folder", "--model {at}/no_such_folder"), (2, "cut on cpu: Error while deserializing", "--model {models}/cut"),
+    (2, "no_weights on cpu: .*model.safetensors", "--model {models}/no_weights"), (2, "tokenizer of another model", "--model {models}/other_tokenizer"),
+    (2, "--max-tokens add up to 516, the context of .* is 256", "--model {models}/whole --max-tokens 500"), (2, "on cuda: .*CUDA", "--model {models}/whole --device cuda"),
+    (2, "no such linear layer", "--model {models}/whole --target-modules nope"), (2, "column named answer; got columns", "--model {models}/whole --data {at}/nocolumn.jsonl"),
+    (2, "chat messages need a model with a chat template", "--model {models}/whole --data {at}/chat.jsonl"), (2, "--reward {at}/r.py:f: ZeroDivisionError", "--reward {at}/r.py:f"),
+    (2, "of a file that exists", "--reward {at}/none.py:f"), (2, "can't allocate memory.*--token-budget.*--max-rows", "--model {models}/whole --lora-r 1000000000000")])
+def test_a_users_mistake_is_one_line_that_says_what_to_do(code, says, flags, grpo_start, people_models, tmp_path):
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is one here")
+    people_data(tmp_path)
+    (tmp_path / "nocolumn.jsonl").write_text('{"prompt": "1+1=", "solution": 2}\n')
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": 2}\n')
+    (tmp_path / "r.py").write_text("1 / 0\n")
+    flags = [f.format(at=tmp_path, models=people_models) for f in flags.split()]
+    usual = {"--bucket": tmp_path / "b", "--max-tokens": 7, "--max-prompt-tokens": 16, "--data": tmp_path / "d.jsonl"}
+    learner = grpo_start("--role", "learner", *itertools.chain(*((k, v) for k, v in usual.items() if k not in flags)), *flags)
+    assert learner.end() == code, learner.text
+    lines = [line for line in learner.lines if not line.startswith("start ")]
+    assert len(lines) == 1 and re.search(says.format(at=tmp_path), lines[0]), learner.text
+
+def test_a_model_without_a_pad_token_trains(grpo_start, people_models, tmp_path):
+    learner = grpo_start("--role", "learner", "--bucket", tmp_path / "b", "--model", people_models / "no_pad", "--data", people_data(tmp_path), "--max-tokens", 7,
+                         "--max-prompt-tokens", 16, *"--steps 1 --groups-per-step 2 --lora-r 2 --eval-steps -1".split())
+    actor = grpo_start("--role", "actor", "--bucket", tmp_path / "b")
+    assert learner.done()["steps"] == "1" and actor.end() == 0
+
+def test_wrong_credentials_are_the_users_and_named_as_such(grpo_start, bucket_served):
+    actor = grpo_start("--role", "actor", "--bucket", f"{bucket_served}/none/run", **{**BUCKET_KEYS, "AWS_SECRET_ACCESS_KEY": "wrong"})
+    assert actor.end() == 2 and re.search("error: .*403.*AWS_… keys", actor.lines[-1]) and "Traceback" not in actor.text
+
+def test_a_full_disk_is_the_worlds_and_names_the_place(grpo_start, grpo_base, tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        shutil.copytree(grpo_base, tmp_path / "base")
+        learner = grpo_start("--role", "learner", "--bucket", tmp_path, "--steps", 1)
+        assert learner.end() == 1 and re.search(f"error: .*No space.*{tmp_path}.*--bucket", learner.lines[-1]) and "Traceback" not in learner.text
+    finally:
+        subprocess.run(["umount", tmp_path])
+
+def test_a_taken_port_names_the_flag_that_helps(grpo_start, grpo_finished):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        sampler = grpo_start("--role", "sampler", "--bucket", grpo_finished[0], "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+        assert sampler.end() == 1 and re.search("error: .*address already in use.*--listen HOST:0", sampler.lines[-1]) and "Traceback" not in sampler.text
+
+def test_a_joiner_with_another_torch_is_told_and_joins(grpo_start, grpo_bucket):
+    run = json.loads((grpo_bucket / "run.json").read_text())
+    (grpo_bucket / "run.json").write_text(json.dumps(run | {"torch": "2.4.1"}))
+    actor = grpo_start("--role", "actor", "--bucket", grpo_bucket)
+    assert "torch 2.4.1" in actor.until("^warning: ") and "pip install torch==2.4.1" in actor.text
+    actor.until("^ready role=actor")
+
+def test_a_reward_that_is_always_the_same_is_said(grpo_start, grpo_base, tmp_path):
+    shutil.copytree(grpo_base, tmp_path / "base")
+    (tmp_path / "r.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
+    flags = ["--bucket", tmp_path, "--reward", f"{tmp_path}/r.py:same"]
+    learner = grpo_start("--role", "learner", *flags, *"--steps 6 --groups-per-step 2 --group-size 2 --lora-r 2 --eval-steps -1".split())
+    grpo_start("--role", "actor", *flags)
+    assert "equal rewards" in learner.until("policy is not moving") and learner.done()["groups_equal"] == "12"
+
+def test_a_model_is_found_where_hf_home_says(grpo_start, people_models, tmp_path):
+    """A hub id and a cache folder laid out as huggingface_hub does, without any network."""
+    at = tmp_path / "home/hub/models--org--tiny"
+    shutil.copytree(people_models / "whole", at / "snapshots/abc")
+    (at / "refs").mkdir()
+    (at / "refs/main").write_text("abc")
+    code = "import sys, grpo_async; sys.exit(grpo_async.main(sys.argv[1:]))"
+    flags = ["--role", "learner", "--bucket", tmp_path / "b", "--model", "org/tiny", "--data", people_data(tmp_path), *"--max-tokens 7 --max-prompt-tokens 16 --eval-steps -1".split()]
+    learner = grpo_start(*flags, by_command=True, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    learner.until("^ready role=learner")
