@@ -55,6 +55,7 @@ def cost(count: int) -> None:
             chooser.choose("policy-v1", prompt, loads)
             seen.append(time.perf_counter() - start)
         print(f"{tokens:13,}  {statistics.median(seen) * 1e6:10.0f}")
+    chooser = Chooser()
     print("prompts seen  blocks kept  resident MB (peak)")
     for number, prompt in enumerate(prompts(count, dice)):
         chooser.choose(f"policy-v{number // 64}", prompt, loads)
