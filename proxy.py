@@ -4,10 +4,9 @@
     python proxy.py --bucket s3://b/run --adapter-dir /mnt/run --replica http://gpu1:8000 --listen 0.0.0.0:80 --token T
     python proxy.py --replica http://gpu1:8000 --adapter-dir /shared   # no bucket: a client loads the adapters (TRL)
 
-Policy version N is the adapter `policy-vN`; the alias `policy` is the newest that is ready. The router keeps a list of
-what every replica must hold: the newest versions published in the bucket, and what clients loaded. Each replica is
-brought there by a task of its own, and its answers are compared with the canary (top-20 logprobs after 8 prompts,
-stored at publish) before requests go there:
+Policy version N is the adapter `policy-vN`; the alias `policy` is the newest that is ready. The router knows what every
+replica must hold: the newest versions published in the bucket, and what clients loaded. Each replica is brought there
+by tasks of its own, and compared with the canary (top-20 logprobs after 8 prompts, stored at publish) before use:
 
     joining -> loading -> ready -> out      (out: it fails; it comes back through loading, every version checked again)
 
@@ -466,9 +465,9 @@ def model_list(base: str, max_model_len: int | None, adapters) -> Reply:
     """As vLLM: the base first (clients read its max_model_len), then the adapters; last our alias."""
     cards = [(base, base, None, max_model_len), *((name, name, base, None) for name in sorted(adapters))]
     cards += [(ALIAS, newest(adapters), base, None)] if newest(adapters) else []
-    names = ("id", "root", "parent", "max_model_len")
-    return to_json({"object": "list", "data": [{"object": "model", "created": int(time.time()), "owned_by": "async-grpo",
-                                                **dict(zip(names, card))} for card in cards]})
+    said = {"object": "model", "created": int(time.time()), "owned_by": "async-grpo"}
+    return to_json({"object": "list", "data": [
+        {**said, **dict(zip(("id", "root", "parent", "max_model_len"), card))} for card in cards]})
 
 def adapter_of(request: Request) -> tuple[str, str]:
     """lora_name and lora_path ("" if not given)."""
@@ -762,19 +761,16 @@ class Member(threading.Thread):
         self.record = {**self.record, **fields}
 
     def run(self) -> None:
-        counter = 0
-        while not self.finished.is_set():
-            counter += 1
+        for counter in itertools.count(1):
+            is_over = counter > 1 and self.finished.is_set()
             data = json.dumps({**self.record, "counter": counter}, sort_keys=True).encode() + b"\n"
-            self.beat(self.bucket.put, data)
+            try:
+                self.bucket.delete(self.key) if is_over else self.bucket.put(self.key, data)
+            except (BucketError, OSError) as error:
+                log.warning("heartbeat %s: %s (going on)", self.key, error)
+            if is_over:
+                return
             self.finished.wait(self.beat_s)
-        self.beat(self.bucket.delete)
-
-    def beat(self, call, *data) -> None:
-        try:
-            call(self.key, *data)
-        except (BucketError, OSError) as error:
-            log.warning("heartbeat %s: %s (going on)", self.key, error)
 
     def stop(self) -> None:
         """Ends the heartbeat and removes the file; waits at most a second for a slow bucket."""
@@ -833,7 +829,7 @@ class Router:
         self.wanted: dict[str, Adapter] = {}
         self.replicas: dict[str, Replica] = {}
         self.chooser, self.counts, self.lock, self.is_on_hold = Chooser(), Counter(), asyncio.Lock(), False
-        self.member: Member | None = None
+        self.member, self.live_versions = None, 0
         for url in replicas:
             self.add(url, is_member=False)
 
@@ -864,31 +860,30 @@ class Router:
 
     async def follow(self, url: str) -> None:
         """Hears again and again what is published and who lives; announces itself as `url`. Outlives a failing bucket."""
-        bucket, members, adapters, live, said = self.bucket, None, {}, 0, ""
-        def look() -> str:
+        bucket, members, adapters, said = self.bucket, LiveMembers(self.bucket, "sampler"), {}, ""
+        def look() -> tuple[list[Adapter], set[str]]:
             """In a thread, for a bucket may take its time."""
-            nonlocal members, adapters, live
-            if not members and "run.json" not in bucket.list("run.json"):
-                return f"waiting for run.json in {bucket.address}"
-            if not members:
+            nonlocal adapters
+            if not self.member:
+                if "run.json" not in bucket.list("run.json"):
+                    raise NotFound(f"waiting for run.json in {bucket.address}")
                 run = json.loads(bucket.get("run.json"))
-                members, live = LiveMembers(bucket, "sampler"), int(run["max_staleness"]) + 2
+                self.live_versions = int(run["max_staleness"]) + 2
                 self.member = Member(bucket, "proxy", url, str(run.get("run_id", "")), doing="routing")
                 self.member.start()
             # Found by listing, a manifest being written last; read once each.
-            keys = sorted(key for key in bucket.list("adapters/") if key.endswith("/manifest.json"))[:-live - 1:-1]
+            keys = sorted(key for key in bucket.list("adapters/") if key.endswith("/manifest.json"))
+            keys = keys[:-self.live_versions - 1:-1]
             adapters = {key: adapters.get(key) or published(key, bucket.get(key)) for key in keys}
-            members.poll(POLL_S)
-            return ""
+            urls = {record["url"] for record in members.poll(POLL_S).values() if record["url"]}
+            return [adapter for adapter in adapters.values() if adapter.name], urls
         try:
             while bucket:
+                trouble = ""
                 try:
-                    trouble = await in_thread(look)
-                    if not trouble:
-                        urls = {record["url"] for record in members.poll(math.inf).values() if record["url"]}
-                        self.news([adapter for adapter in adapters.values() if adapter.name], urls)
+                    self.news(*await in_thread(look))
                 except (BucketError, OSError, ValueError, LookupError, TypeError) as error:
-                    trouble = f"bucket: {type(error).__name__}: {error} (going on)"
+                    trouble = f"{type(error).__name__}: {error} (going on)"
                 if trouble and trouble != said:
                     log.warning("%s", trouble)
                 said = trouble
