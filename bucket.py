@@ -390,9 +390,10 @@ class S3Bucket(Bucket):
                     theirs = io.BytesIO(self._call("GET", key, accept=(404,)).content)
                     # Refused by our own earlier try, whose reply was lost?
                     reply.status_code = 200 if entry_of(theirs) == entry else 412
-                status, code = reply.status_code, (said(reply, "Code") or [""])[0]
+                status = reply.status_code
                 if status < 300 or status in accept:
                     return reply
+                code = (said(reply, "Code") or [""])[0]
                 if status == 404 and code != "NoSuchBucket":
                     raise NotFound(f"{self.address} has no {key}")
                 why = " ".join([str(status), code, *said(reply, "Message")]).strip()

@@ -1085,7 +1085,8 @@ def test_a_refused_upload_keeps_the_connection_and_a_call_takes_no_40_ms(bucket_
     assert [pools[key].num_connections for key in pools.keys()] == [1] and sorted(took)[7] < 0.03
 
 def test_a_large_object_passes_client_and_server_in_bounded_memory(tmp_path, size=256 << 20):
-    """256 MiB here, 2 GiB by hand; peak memory, over that of the started program, is the kernel's count."""
+    """256 MiB here, 2 GiB by hand; peak memory, over that of the started program, is the kernel's count. Who asks for the object
+    in memory pays for it once: a reply that was searched for its error code, though it was none, once took four times as much."""
     piece, file, back = random.Random(0).randbytes(1 << 20), tmp_path / "in", tmp_path / "out"
     with open(file, "wb") as out:
         out.writelines(itertools.repeat(piece, size >> 20))
@@ -1094,17 +1095,21 @@ def test_a_large_object_passes_client_and_server_in_bounded_memory(tmp_path, siz
         import bucket, sys
         peak = lambda: [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
         before = peak()
-        assert bucket.main(sys.argv[1:]) == 0
+        if sys.argv[1] == "memory":
+            assert len(bucket.open_bucket(sys.argv[2]).get(sys.argv[3])) == int(sys.argv[4])
+        else:
+            assert bucket.main(sys.argv[1:]) == 0
         print(peak() - before)
         """
     with bucket_process(sys.executable, BUCKET_PY, "serve", str(tmp_path), "--listen", "127.0.0.1:0", env=bucket_env()) as server:
         address = server.stdout.readline().split("url=")[1].strip() + "/b"
         grown, before = [], peak_of(server.pid)
-        for command, path in ("put", file), ("get", back):
+        for command, path in ("put", file), ("get", back), ("memory", size):
             with bucket_process(sys.executable, "-c", code, command, address, "large", str(path), env=bucket_env(), cwd=Path(BUCKET_PY).parent) as client:
                 grown.append(int(client.stdout.read()))
+        in_memory = grown.pop()
         grown.append(peak_of(server.pid) - before)
-    assert max(grown) < 32 << 20, grown
+    assert max(grown) < 32 << 20 and in_memory < 1.25 * size, (grown, in_memory)
     with open(back, "rb") as got:
         assert all(got.read(1 << 20) == piece for _ in range(size >> 20)) and got.read() == b""
 
@@ -4275,9 +4280,9 @@ def test_two_machines_run_as_the_readme_says(way, grpo_start, grpo_base, bucket_
         assert roles["learner"].done(90)["steps"] == "2" and roles["actor"].end() == 0
     assert way != "serve" or (tmp_path / "served/team/run1/summary.json").is_file()
 
-def test_the_readme_links_to_files_that_exist_and_has_no_marker_twice():
+def test_the_readme_links_to_files_and_headings_that_exist():
     links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", PEOPLE_README)
-    assert len(links) > 10 and [link for link in links if not link.startswith("http") and not (PEOPLE_ROOT / link).is_file()] == []
+    assert len(links) >= 10 and [link for link in links if not link.startswith("http") and not (PEOPLE_ROOT / link).is_file()] == []
     anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", PEOPLE_README, re.M)}
     assert [a for a in re.findall(r"\]\(#([^)]+)\)", PEOPLE_README) if a not in anchors] == []
 
@@ -4329,14 +4334,11 @@ def test_hugging_face_jobs_are_started_with_the_right_slots_and_all_cancelled():
     assert (args.bucket, args.max_staleness, args.lora_r) == ("s3://async-grpo/run1", 4, 12)
 
 def test_the_commands_of_hf_jobs_are_accepted_by_the_real_cli():
-    cli = pytest.importorskip("huggingface_hub.cli.hf")
-    import click
-    import typer
+    click, cli = pytest.importorskip("click"), pytest.importorskip("huggingface_hub.cli.hf")
     for words in people_dry_run():
-        command, context = typer.main.get_command(cli.app), None
-        words = words[1:]
-        while hasattr(command, "commands"):
-            command = command.get_command(context or click.Context(command), words.pop(0))
+        command, words = cli.app, words[1:]
+        while isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), words.pop(0))
         command.make_context(command.name, list(words))
     with pytest.raises(Exception, match="no-such"):
         command.make_context(command.name, [*words, "--no-such"])
@@ -4372,7 +4374,8 @@ def test_the_customer_service_rows_are_what_their_rewards_need():
 
 @pytest.mark.parametrize("name, text", [
     ("a.jsonl", '{"question": "1+1?", "answer": "so\\n#### 1,002"}\n\n{"question": "", "answer": "3"}\n'),
-    ("a.json", '[{"question": "1+1?", "answer": "so\\n#### 1,002"}, {"question": "x"}]'), ("a.csv", 'question,answer\n"1+1?","so\n#### 1,002"\nx,\n')])
+    ("a.json", '[{"question": "1+1?", "answer": "so\\n#### 1,002"}, {"question": "x"}]'), ("a.csv", 'question,answer\n"1+1?","so\n#### 1,002"\nx,\n')],
+    ids=["JSON lines", "JSON", "CSV"])
 def test_gsm8k_in_its_common_formats_becomes_data(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     done = subprocess.run([sys.executable, PEOPLE_ROOT / "examples/gsm8k.py", tmp_path / name], text=True, capture_output=True)
