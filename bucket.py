@@ -656,6 +656,8 @@ def check(bucket: Bucket) -> Iterator[tuple[str, bool, str]]:
 
 def mirror(bucket: Bucket, local: FileBucket, known: set[str]) -> None:
     """One round: copy adapters that are new in the bucket, remove those that it pruned; whole folders, by rename."""
+    if not known:
+        local.probe()     # sweeps what a killed mirror left
     there, here = ({key.split("/")[1] for key in each.list("adapters/") if key.endswith(f"/{MANIFEST}")}
                    for each in (bucket, local))
     for name in sorted(there - known):
@@ -674,6 +676,7 @@ def mirror(bucket: Bucket, local: FileBucket, known: set[str]) -> None:
     for name in sorted(here - there) if there else []:
         gone = local.root / "adapters" / f"{TEMP}{uuid.uuid4().hex}"
         shutil.rmtree((local.root / "adapters" / name).rename(gone))
+        known.discard(name)
         print(f"removed {name}", flush=True)
 
 def run(args: argparse.Namespace) -> int:

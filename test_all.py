@@ -1204,6 +1204,20 @@ def test_a_mirror_never_shows_a_damaged_adapter_and_resumes(tmp_path, monkeypatc
     assert mirror() == 0 and sorted(os.listdir(local / "adapters/v000001")) == ["a", "b", "manifest.json"]
     assert sorted(os.listdir(local / "adapters")) == ["v000001", "v000002"]
 
+def test_a_mirror_sweeps_what_a_killed_one_left_and_takes_back_what_a_listing_missed(tmp_path, capsys):
+    """Listings of mounts are cached, so an adapter may seem pruned for a while."""
+    store, local, known = bucket.open_bucket(tmp_path / "run"), bucket.open_bucket(tmp_path / "local"), set()
+    (tmp_path / "local/adapters/.tmp-killed/whole").mkdir(parents=True)
+    os.utime(tmp_path / "local/adapters/.tmp-killed", (0, 0))
+    for version in 1, 2:
+        store.publish(f"adapters/v{version}", {"a": b"1"})
+    manifest = store.get("adapters/v1/manifest.json")
+    for change in lambda: None, lambda: store.delete("adapters/v1/manifest.json"), lambda: store.put("adapters/v1/manifest.json", manifest):
+        change()
+        bucket.mirror(store, local, known)
+    assert capsys.readouterr().out.splitlines() == ["mirrored v1", "mirrored v2", "removed v1", "mirrored v1"]
+    assert sorted(os.listdir(tmp_path / "local/adapters")) == ["v1", "v2"]
+
 def test_a_mirror_refuses_a_folder_of_another_run(tmp_path, capsys):
     for run in "one", "other":
         bucket.open_bucket(tmp_path / run).publish("adapters/v000001", {"a": run.encode()})
