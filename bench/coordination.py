@@ -77,16 +77,16 @@ class Feeder(threading.Thread):
     def __init__(self, folder: Path, run: dict, ahead: int = 2):
         super().__init__(daemon=True)
         self.bucket, self.run_json, self.ahead, self.written = FileBucket(folder), run, ahead, 0
+        self.finished = threading.Event()
 
     def run(self) -> None:
         log, fed = grpo_async.Log(self.bucket, self.run_json), -self.ahead
         while not grpo_async.manifests(self.bucket, "adapters/"):
             time.sleep(0.02)
-        while True:
+        while not self.finished.wait(0.02):
             for step in range(fed, log.refresh()):
                 self.write(max(0, step))
             fed = max(fed, log.newest)
-            time.sleep(0.02)
 
     def write(self, version: int) -> None:
         run, G = self.run_json, self.run_json["group_size"]
@@ -182,7 +182,8 @@ def main() -> int:
         bucket.__class__ = Far
         learner = new_learner(bucket, Watched, "--steps", str(args.steps), "--groups-per-step", str(args.groups))
         learner.seen, learner.spent = {}, Counter()
-        Feeder(Path(folder) / "run", learner.run).start()
+        feeder = Feeder(Path(folder) / "run", learner.run)
+        feeder.start()
         grpo_async.chunk_gradient = timed_gradient(args.step_s / args.groups)
         grpo_async.rescore = lambda *_: (0.0, 1)   # the groups are made up: nothing to score again
         timed(learner, "chunk_gradient")
@@ -192,6 +193,8 @@ def main() -> int:
             learner.start()
             learner.train()
         learner.member.stop()
+        feeder.finished.set()
+        feeder.join()
     windows = [range(first, first + PERIOD) for first in (2 * PERIOD + 1, args.steps - PERIOD)]
     early, late = ([learner.seen[step] for step in window] for window in windows)
     print(f"{args.steps} steps of {args.step_s:g} s, {args.delay_ms:g} ms a call; early is steps "

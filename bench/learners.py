@@ -12,9 +12,9 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,31 +39,35 @@ def learn(folder: str, group_s: float, run_flags: list[str]) -> None:
     grpo_async.rescore = lambda *_: (0.0, 1)
     if group_s:
         grpo_async.chunk_gradient = timed_gradient(group_s)
-    learner = new_learner(FileBucket(folder), grpo_async.Learner, *run_flags)
-    learner.start()
-    learner.train()
-    learner.member.stop()
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        learner = new_learner(FileBucket(folder), grpo_async.Learner, *run_flags)
+        learner.start()
+        learner.train()
+        learner.member.stop()
 
 
 def measure(count: int, group_s: float, run_flags: list[str]) -> tuple[float, str]:
     """(median seconds between entries, digest before the last one) of `count` learners on a fresh run."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, contextlib.ExitStack() as stack:
-        bucket, quiet = FileBucket(folder), stack.enter_context(open(f"{folder}/.tmp-log", "w+"))
-
-        def start():
-            command = [sys.executable, __file__, "--child", folder, "--group-s", str(group_s), "--flags", *run_flags]
-            process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            stack.callback(process.kill)
-            return process
-        processes = [start()]
-        while not any(bucket.list("run.json")):
-            time.sleep(0.1)
-        processes += [start() for _ in range(count - 1)]
+    fork = multiprocessing.get_context("fork")   # torch is imported once, not eight times on two cores
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        bucket = FileBucket(folder)
+        # Subtle: a process of its own trains the base, as autograd cannot be used on both sides of a fork.
+        maker = fork.Process(target=new_learner, args=(bucket, grpo_async.Learner, *run_flags))
+        maker.start()
+        maker.join()
+        learners = [fork.Process(target=learn, args=(folder, group_s, run_flags), daemon=True) for _ in range(count)]
+        for process in learners:
+            process.start()
         while len(list(bucket.list("members/learner-"))) < count:   # all at work before there is any
             time.sleep(0.1)
-        Feeder(Path(folder), json.loads(bucket.get("run.json"))).start()
-        if any(process.wait() for process in processes):
-            raise SystemExit(f"a learner failed:\n{quiet.seek(0) or quiet.read()[-3000:]}")
+        feeder = Feeder(Path(folder), json.loads(bucket.get("run.json")))
+        feeder.start()
+        for process in learners:
+            process.join()
+            if process.exitcode:
+                raise SystemExit("a learner failed; see above")
+        feeder.finished.set()
+        feeder.join()
         entries = [json.loads(bucket.get(key)) for key in bucket.list("steps/")][WARM_STEPS:]
         times = [b["unix_s"] - a["unix_s"] for a, b in itertools.pairwise(entries)]
         return statistics.median(times), entries[-1]["digest_before"]
@@ -90,12 +94,7 @@ def main() -> int:
     parser.add_argument("--group-s", type=float, default=1.0, help="timed wait of a group's forward and backward")
     parser.add_argument("--groups", type=int, default=16, help="groups, and chunks, per step")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        learn(args.child, args.group_s, args.flags)
-        return 0
     is_kept = True
     if "timed" in args.tables:
         is_kept &= table(f"Timed waits: {args.groups} groups of {args.group_s:g} s a step", args.counts, PROMISED,
