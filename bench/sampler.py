@@ -1,32 +1,34 @@
-"""Tokens per second of our sampler, of HF generate with PEFT, and of the matrix products alone, on this machine.
+"""Tokens per second of our sampler, of HF generate with PEFT, of vLLM, and of the matrix products alone, on this machine.
 
-    python bench/sampler.py --model FOLDER --rows 32 64 128 --rank 8          (no --model: random weights, SmolLM2-135M's shape)
+    python bench/sampler.py --model FOLDER --rows 32 64 128 --rank 1 8        (no --model: random weights, SmolLM2-135M's shape)
+    python bench/sampler.py --model FOLDER --vllm                             (vLLM too; the first run makes its environment, 3.5 GB)
 
-All three do the same work: `rows` completions of `--tokens` tokens, in groups of 8 with a prompt of `--prompt` tokens.
-Ours serves three versions at once, PEFT one. The prefill is in both; "products" is the time of the base's matrix
-products alone, one token for every row, so no sampler at this batch can be faster. Runs alternate; medians are printed.
+All do the same work: `rows` completions of `--tokens` tokens, in groups of 8 that share a prompt of `--prompt` tokens. Ours
+and vLLM serve three versions of the adapter at once, PEFT one. "Products" is the time of the base's matrix products alone,
+in the memory layout that ours uses: each prompt once, then a token for every row. So no sampler can be faster at this batch.
+"decode" leaves the prompts out on both sides: median time of the products of one token for all rows, over that of a step.
+The contestants alternate; medians are printed.
 
 Needs peft beside the project's requirements.
 """
-import argparse, statistics, sys, time
+import argparse, json, statistics, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import requests
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import lora
+import peers
 
 SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
                vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192)
-
-def base(folder: str | None) -> torch.nn.Module:
-    if folder:
-        return lora.load_model(folder)
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMOLLM2)).eval().requires_grad_(False)
+GROUP, VERSIONS = 8, 3
 
 def adapter(shapes: dict, seed: int) -> dict:
     """A version that differs from the others: B is not zero."""
@@ -34,70 +36,134 @@ def adapter(shapes: dict, seed: int) -> dict:
     return {key: t if ".lora_A." in key else torch.randn(t.shape, generator=generator) * 0.01
             for key, t in lora.init_adapter(shapes, seed).items()}
 
-def ours(folder: str | None, rank: int, rows: int, prompts: list, tokens: int):
-    model = base(folder)
-    layers = lora.Lora(model, rank, 2 * rank, slots=4)
-    sampler = lora.Sampler(model, layers, set(), max_rows=rows, max_len=len(prompts[0]) + tokens, prefix_tokens=0)
-    for version in range(3):
-        sampler.load(f"policy-v{version}", adapter(layers.shapes, version))
-    def go():
-        futures = [sampler.submit(p, 8, tokens, 1.0, f"policy-v{i % 3}", seed=i) for i, p in enumerate(prompts)]
-        while sampler.step():
-            pass
-        assert sum(len(c.token_ids) for f in futures for c in f.result()) == rows * tokens
-    return go
+class Ours:
+    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int):
+        self.prompts, self.tokens, self.step_s, model = prompts, tokens, [], lora.load_model(folder)
+        layers = lora.Lora(model, rank, 2 * rank, slots=VERSIONS + 1)
+        # No prompt is kept from one run to the next.
+        self.sampler = lora.Sampler(model, layers, set(), max_rows=rows, max_len=len(prompts[0]) + tokens, prefix_tokens=0)
+        for version in range(VERSIONS):
+            self.sampler.load(f"policy-v{version}", adapter(layers.shapes, version))
 
-def theirs(folder: str | None, rank: int, rows: int, prompts: list, tokens: int):
-    from peft import LoraConfig, get_peft_model
-    model = get_peft_model(base(folder), LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).eval()
-    ids = torch.tensor([p for p in prompts for _ in range(8)])
-    @torch.inference_mode()
-    def go():
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=tokens,
-                             min_new_tokens=tokens, pad_token_id=0)
-        assert out.shape == (rows, ids.shape[1] + tokens)
-    return go
+    def run(self) -> int:
+        futures = [self.sampler.submit(prompt, GROUP, self.tokens, 1.0, f"policy-v{i % VERSIONS}", seed=i)
+                   for i, prompt in enumerate(self.prompts)]
+        more, times = True, []
+        while more:
+            start = time.perf_counter()
+            more = self.sampler.step()
+            times.append(time.perf_counter() - start)
+        # Without the first, which computes the prompts, and the last, which only empties the rows.
+        self.step_s.append(statistics.median(times[1:-1]))
+        return sum(len(c.token_ids) for future in futures for c in future.result())
 
-def products(folder: str | None, rows: int, tokens: int):
-    model = base(folder)
-    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1]) for w in weights}
+class Peft:
+    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int):
+        from peft import LoraConfig, get_peft_model
+        base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+        self.model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).eval()
+        self.ids, self.tokens = torch.tensor([p for p in prompts for _ in range(GROUP)]), tokens
+
     @torch.inference_mode()
-    def go():
-        for _ in range(tokens):
-            for w in weights:
-                F.linear(inputs[w.shape[1]], w)
-    return go
+    def run(self) -> int:
+        out = self.model.generate(input_ids=self.ids, attention_mask=torch.ones_like(self.ids), do_sample=True, top_k=0,
+                                  max_new_tokens=self.tokens, min_new_tokens=self.tokens, pad_token_id=0)
+        return out.numel() - self.ids.numel()
+
+class Products:
+    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int):
+        model = lora.load_model(folder)
+        self.head = lora.head(model).weight
+        self.weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not lora.head(model)]
+        self.rows, self.groups, self.prompt_tokens, self.tokens, self.step_s = rows, len(prompts), len(prompts[0]), tokens, []
+
+    @torch.inference_mode()
+    def products(self, rows: int, logits: int) -> float:
+        inputs = {n: torch.randn(rows, n) for n in {w.shape[1] for w in self.weights}}
+        start = time.perf_counter()
+        for weight in self.weights:
+            F.linear(inputs[weight.shape[1]], weight)
+        F.linear(torch.randn(logits, self.head.shape[1]), self.head)
+        return time.perf_counter() - start
+
+    def run(self) -> int:
+        self.products(self.groups * self.prompt_tokens, self.groups)
+        self.step_s.append(statistics.median(self.products(self.rows, self.rows) for _ in range(self.tokens - 1)))
+        return self.rows * self.tokens
+
+class Vllm:
+    """One request per group; the server takes what it likes of them at once."""
+
+    def __init__(self, stack: ExitStack, folder: str, rank: int, rows: int, prompts: list, tokens: int):
+        temp = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes, port = stack.enter_context(peers.Processes(temp)), peers.free_ports(1)[0]
+        self.url, self.prompts, self.tokens = f"http://127.0.0.1:{port}", prompts, tokens
+        processes.start("vllm", peers.vllm_command(Path(folder).resolve(), port, rank, VERSIONS + 2, len(prompts[0]) + tokens),
+                        **peers.VLLM_ENV | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+        processes.wait("vllm", "Application startup complete", 300)
+        shapes = lora.Lora(lora.load_model(folder), rank, 2 * rank).shapes
+        for version in range(VERSIONS):
+            where = temp / f"policy-v{version}"
+            where.mkdir()
+            for name, data in lora.adapter_files(adapter(shapes, version), rank, 2 * rank, "all-linear", folder).items():
+                (where / name).write_bytes(data)
+            self.ask("load_lora_adapter", lora_name=where.name, lora_path=str(where))
+
+    def ask(self, route: str, **body) -> str:
+        reply = requests.post(f"{self.url}/v1/{route}", json=body, timeout=600)
+        reply.raise_for_status()
+        return reply.text
+
+    def run(self) -> int:
+        def group(i: int) -> int:
+            reply = json.loads(self.ask("completions", model=f"policy-v{i % VERSIONS}", prompt=self.prompts[i], n=GROUP, temperature=1.0,
+                                        max_tokens=self.tokens, ignore_eos=True, logprobs=0, return_token_ids=True))
+            return sum(len(choice["token_ids"]) for choice in reply["choices"])
+        with ThreadPoolExecutor(len(self.prompts)) as pool:
+            return sum(pool.map(group, range(len(self.prompts))))
+
+def compare(args, folder: str, rank: int, rows: int) -> str:
+    """One line of the table."""
+    prompts = [[(7 * g + i * i) % 1000 + 3 for i in range(args.prompt)] for g in range(rows // GROUP)]
+    work = folder, rank, rows, prompts, args.tokens
+    with ExitStack() as stack:
+        contestants = [Ours(*work), Peft(*work), Products(*work), *([Vllm(stack, *work)] if args.vllm else [])]
+        times = [[] for _ in contestants]
+        for run in range(args.runs + 1):
+            for contestant, seen in zip(contestants, times):
+                start = time.perf_counter()
+                made = contestant.run()
+                assert made == rows * args.tokens, (type(contestant).__name__, made)
+                # The first run warms up.
+                seen[:] = [*seen, time.perf_counter() - start] if run else []
+    ours, peft, products, *vllm = (rows * args.tokens / statistics.median(seen) for seen in times)
+    decode = statistics.median(contestants[2].step_s[1:]) / statistics.median(contestants[0].step_s[1:])
+    said = "".join(f" | {speed:11.0f} {ours / speed:6.2f}x" for speed in (peft, *vllm))
+    return f"{rank:4} {rows:5} | {ours:10.0f}{said} | {products:14.0f} {ours / products:5.2f} {decode:7.2f}"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a model; default: random weights")
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128], help="completions in flight")
+    parser.add_argument("--model", help="folder of a Llama; default: random weights of SmolLM2-135M's shape")
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128], help="completions in flight, multiples of 8")
     parser.add_argument("--rank", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=96, help="prompt length [tokens]")
     parser.add_argument("--tokens", type=int, default=32, help="completion length [tokens]")
     parser.add_argument("--runs", type=int, default=5, help="alternating runs of each, after one to warm up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM's CPU build, too; needs --model with a tokenizer")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     print(f"torch {torch.__version__}, {args.threads} threads, prompt {args.prompt}, {args.tokens} new tokens, {args.runs} runs")
-    print("rank rows | ours tok/s | HF+PEFT tok/s  ours/HF | products tok/s  ours/products")
-    for rank in args.rank:
-        for rows in args.rows:
-            prompts = [[(7 * g + i * i) % 1000 + 3 for i in range(args.prompt)] for g in range(rows // 8)]
-            contestants = [ours(args.model, rank, rows, prompts, args.tokens), theirs(args.model, rank, rows, prompts, args.tokens),
-                           products(args.model, rows, args.tokens)]
-            times = [[], [], []]
-            for run in range(args.runs + 1):
-                for go, seen in zip(contestants, times):
-                    start = time.perf_counter()
-                    go()
-                    if run:
-                        seen.append(time.perf_counter() - start)
-            a, b, c = (rows * args.tokens / statistics.median(seen) for seen in times)
-            print(f"{rank:4} {rows:4} | {a:10.0f} | {b:13.0f}  {a / b:7.2f} | {c:14.0f}  {a / c:13.2f}", flush=True)
+    print(f"rank  rows | ours tok/s | HF+PEFT  ours/HF {'| vLLM    ours/vLLM ' if args.vllm else ''}| products tok/s share  decode")
+    with tempfile.TemporaryDirectory() as temp:
+        if not args.model:
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(temp)
+        for rank in args.rank:
+            for rows in args.rows:
+                print(compare(args, args.model or temp, rank, rows), flush=True)
 
 if __name__ == "__main__":
     main()
