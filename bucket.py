@@ -32,7 +32,7 @@ client can keep others waiting: not for the open internet.
 """
 import argparse, configparser, contextlib, email.utils, errno, hashlib, hmac, html, http.server, io, itertools
 import json, logging, os, random, re, shutil, sys, tempfile, threading, time, uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -75,10 +75,6 @@ def key_check(key: str) -> str:
                      f"without '.', '..', '{TEMP}…', backslash and control characters")
     return key
 
-def to_json(value) -> bytes:
-    """Sorted and newline-ended: equal values are equal bytes. ValueError for NaN and Inf, which are not JSON."""
-    return (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
-
 def entry_of(file: BinaryIO) -> dict:
     """What a manifest says of a file, which is left at its end."""
     return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.seek(0, io.SEEK_END)}
@@ -106,11 +102,12 @@ class Bucket:
         were there, with their first publisher's meta. Conflict: other bytes have the name."""
         assert MANIFEST not in files, f"publish itself writes {MANIFEST}, got {sorted(files)}"
         prefix, entries = prefix.rstrip("/"), {name: entry_of(io.BytesIO(data)) for name, data in files.items()}
-        manifest = to_json({**(meta or {}), **MANIFEST_FORMAT, "files": entries})
+        # Sorted, so that equal values are equal bytes; NaN and infinity are not JSON.
+        manifest = json.dumps({**(meta or {}), **MANIFEST_FORMAT, "files": entries}, sort_keys=True, allow_nan=False) + "\n"
         # Files before manifest: who sees the manifest can have all that it names.
         is_ours = all(self.put_new(f"{prefix}/{name}", data) or self.get(f"{prefix}/{name}") == data
                       for name, data in sorted(files.items()))
-        if is_ours and self.put_new(f"{prefix}/{MANIFEST}", manifest):
+        if is_ours and self.put_new(f"{prefix}/{MANIFEST}", manifest.encode()):
             return True
         if not is_ours or self.manifest(prefix)["files"] != entries:
             raise Conflict(f"{self.address}: {prefix} is taken by other files; publish under a new name")
@@ -319,8 +316,8 @@ def said(reply: requests.Response, tag: str) -> list[str]:
 
 class S3Bucket(Bucket):
     """A prefix in a bucket of an S3 store, path style. Threads may share it."""
-    def __init__(self, address: str, endpoint: str, name: str, prefix: str, region: str):
-        url = urlsplit(endpoint)
+    def __init__(self, address: str, endpoint: str, path: str, region: str):
+        url, (name, _, prefix) = urlsplit(endpoint), path.strip("/").partition("/")
         if not url.hostname or not name or "@" in url.netloc:
             raise BadKey(f"address {address!r} at {endpoint!r}: want s3://bucket/prefix or http(s)://host:port/bucket/prefix")
         self.address, self.scheme, self.region = address.rstrip("/"), url.scheme, region
@@ -464,8 +461,7 @@ def open_bucket(address: str | os.PathLike) -> FileBucket | S3Bucket:
     if scheme != "s3":
         host, _, rest = unquote(rest).partition("/")
         endpoint = f"{scheme}://{host}"
-    name, _, prefix = rest.strip("/").partition("/")
-    return S3Bucket(address, endpoint.rstrip("/"), name, prefix, region)
+    return S3Bucket(address, endpoint.rstrip("/"), rest, region)
 
 # ---- A folder served as an S3 store ------------------------------------------------------------------------
 
@@ -683,7 +679,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out a command; its exit code."""
     if args.command == "serve":
         return serve(args.dir, args.listen)
-    bucket, is_right, known = open_bucket(args.address), True, set()
+    bucket, known = open_bucket(args.address), set()
     if args.command == "ls":
         for key in bucket.list(args.prefix or ""):
             print(key)
@@ -700,9 +696,9 @@ def run(args: argparse.Namespace) -> int:
         bucket.delete_prefix(args.key) if args.key.endswith("/") else bucket.delete(args.key)
     elif args.command == "check":
         print(f"check {bucket.address} python={sys.version.split()[0]} {sys.platform} requests={requests.__version__}")
-        for claim, holds, error in check(bucket):
-            print(f"{'ok' if holds else 'NO':4}{claim}{': ' * bool(error)}{error}", flush=True)
-            is_right &= holds
+        rows = [print(f"{'ok' if holds else 'NO':4}{claim}{': ' * bool(error)}{error}", flush=True) or holds
+                for claim, holds, error in check(bucket)]
+        return 0 if all(rows) else 1
     while args.command == "mirror":
         try:
             mirror(bucket, FileBucket(args.dir), known)
@@ -714,7 +710,7 @@ def run(args: argparse.Namespace) -> int:
         if args.once:
             break
         time.sleep(args.every_s)
-    return 0 if is_right else 1
+    return 0
 
 class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> None:

@@ -344,11 +344,6 @@ def test_an_address_says_which_kind_of_bucket_and_where(bucket_aws, monkeypatch,
         with pytest.raises(bucket.BadKey):
             bucket.open_bucket(address)
 
-def test_json_is_sorted_newline_ended_and_without_nan():
-    assert bucket.to_json({"b": 1, "a": [1.5, None]}) == b'{"a": [1.5, null], "b": 1}\n'
-    with pytest.raises(ValueError):
-        bucket.to_json(float("nan"))
-
 # Every kind of bucket
 
 @pytest.mark.parametrize("data", [b"", b"a", bytes(range(256)) * 8192], ids=["empty", "byte", "2MiB"])
@@ -420,6 +415,8 @@ def test_publishing_twice_changes_nothing_and_other_bytes_are_refused(any_bucket
     manifest, got = any_bucket.fetch("adapters/v000007")
     assert got == files and manifest["step"] == 7 and manifest["format"] == "async-grpo-manifest" and manifest["version"] == 1
     assert manifest["files"]["adapter_config.json"] == {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    with pytest.raises(ValueError):
+        any_bucket.publish("adapters/v000008", files, {"canary": float("nan")})
 
 def test_of_8_racing_publishers_one_creates_and_the_rest_agree(any_bucket):
     start, files = threading.Barrier(8), {"a": b"1" * 100_000, "b": b"2"}
@@ -1556,7 +1553,7 @@ def test_sampler_logprobs_equal_a_full_forward_of_the_same_tokens_and_version(ki
     for seed in range(24):
         prompt = [rng.randrange(LORA_V) for _ in range(rng.randint(1, 20))]
         name, temperature = rng.choice([None, "policy-v1", "policy-v2", "policy-v3"]), (0.6, 1.0, 1.3, 0.0)[seed % 4]
-        jobs.append((prompt, name, temperature, sampler.submit(prompt, rng.randint(1, 8), rng.randint(1, 30), temperature, name, seed, stop_ids=(5, 6))))
+        jobs.append((prompt, name, temperature, sampler.submit(prompt, rng.randint(1, 20), rng.randint(1, 30), temperature, name, seed, stop_ids=(5, 6))))
     lora_drain(sampler)
     reasons = set()
     for prompt, name, temperature, future in jobs:
@@ -1652,6 +1649,16 @@ def test_the_prompt_of_a_group_is_computed_once_even_when_its_requests_come_one_
     sampler.submit([7, 8, 9], 1, 8, 1.0, "policy-v2", seed=3)
     lora_drain(sampler)
     assert [c.token_ids for c in again.result(0)] == [c.token_ids for c in whole.result(0)] and sampler.stats()["prompts"] == 2
+
+def test_eight_completions_read_one_copy_of_their_prompt():
+    """Keys and values of 30 prompt tokens (held as 32) once for 8 rows and twice for 9, and never again for each row."""
+    sampler = lora_sampler()
+    for n, copies in ((8, 1), (9, 2)):
+        sampler.submit([7] * 30, n, 4, 1.0, "policy-v1", ignore_eos=True)
+        lora_drain(sampler)
+        # Two layers, key and value, two heads of 8 in fp32; each row holds its own tokens, 4 at most.
+        rows = 1 << (n - 1).bit_length()
+        assert sampler.stats()["kv_bytes"] <= 2 * 2 * 2 * 8 * 4 * (copies * 32 + rows * 8)
 
 def test_kept_prompts_are_bounded_and_a_name_loaded_anew_never_meets_the_old_ones():
     sampler = lora_sampler(versions=1, prefix_tokens=10)
@@ -1771,6 +1778,23 @@ def test_pause_keep_holds_the_rows_and_resume_goes_on_with_the_same_tokens():
     sampler.resume()
     lora_drain(sampler)
     assert future.result(0) == alone.result(0)
+
+def test_a_pause_between_joining_and_the_first_token_loses_nothing():
+    """Whether the rows are held was asked after they had joined: a pause just then left rows without a token to go on from."""
+    sampler = lora_sampler()
+    ask = lambda: sampler.submit([7, 8], 2, 5, 1.0, "policy-v1", seed=0, ignore_eos=True)
+    alone, regroup = ask(), sampler._regroup
+    lora_drain(sampler)
+    def regroup_and_pause():
+        running = regroup()
+        sampler.pause("keep")
+        return running
+    late, sampler._regroup = ask(), regroup_and_pause
+    sampler.step()
+    sampler._regroup = regroup
+    sampler.resume()
+    lora_drain(sampler)
+    assert late.result(0) == alone.result(0)
 
 def test_pause_abort_ends_the_rows_as_they_are_and_holds_what_waits():
     sampler = lora_sampler(max_rows=2)
@@ -2849,9 +2873,9 @@ def test_eval_scores_the_version_that_is_asked_for(grpo_start, grpo_finished):
 
 def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start, grpo_finished, tmp_path):
     folder = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket"))
-    key = grpo_keys(folder)[0]
-    text = {"prompt": "27+15=", "completions": ["</script><b>", "", "", ""], "rewards": [1.0, 0.0, 0.0, 0.0]}
-    grpo_rewrite(folder, [key], text=text, rewards=text["rewards"])
+    entry = json.loads((folder / "steps/000002.json").read_text())
+    entry["previous"]["sample"]["best"]["text"] = "</script><b>"
+    (folder / "steps/000002.json").write_text(json.dumps(entry))
     (tmp_path / "torch.py").write_text("raise ImportError('the report must not import torch')")
     report = grpo_start("--role", "report", "--bucket", folder, by_command=True, PYTHONPATH=str(tmp_path))
     assert report.end() == 0, report.text
@@ -2859,7 +2883,7 @@ def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start
     template = (Path(grpo_async.__file__).parent / "docs/report.html").read_text()
     assert html.count("</script>") == template.count("</script>") and "\\u003c/script>\\u003cb>" in html
     data, _ = json.JSONDecoder().raw_decode(html, html.index('{"run": '))
-    assert [s["step"] for s in data["steps"]] == list(range(1, 9)) and data["samples"] and "NaN" not in html
+    assert [s["step"] for s in data["steps"]] == list(range(1, 9)) and data["steps"][0]["sample"] and "NaN" not in html
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_learner_and_an_actor_started_in_either_order_learn(grpo_start, grpo_base, tmp_path, staleness):
@@ -3498,19 +3522,27 @@ def test_an_unknown_version_is_404_naming_the_live_ones_and_never_the_base(proxy
         assert reply.status_code == 404 and "policy-v1, policy-v2" in reply.json()["error"]["message"], model
     assert proxy_ask(url, None).status_code == 400 and engine.asked == []
 
-def test_openais_client_works_and_sees_its_own_exception_types(proxy_one):
-    url, _ = proxy_one
-    client = openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0)
-    assert [model.id for model in client.models.list()][0] == "tiny"
-    done = client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=3, n=2, logprobs=1)
-    assert done.model == "policy-v2" and done.choices[1].text == "ccc" and len(done.choices[0].logprobs.token_logprobs) == 3
-    chat = client.chat.completions.create(model="policy-v1", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=3)
-    assert chat.choices[0].message.content == "bbb" and chat.usage.prompt_tokens == 2 and chat.object == "chat.completion"
-    with pytest.raises(openai.NotFoundError, match="policy-v1, policy-v2"):
-        client.completions.create(model="policy-v9", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="stream"):
-        client.chat.completions.create(model="policy-v1", messages=[{"role": "user", "content": "hi"}], stream=True)
-    with proxy_replica(ProxyEngine(), token="right") as guarded, pytest.raises(openai.AuthenticationError):
+@pytest.mark.parametrize("is_routed", [False, True], ids=["a replica", "a router"])
+def test_openais_client_works_and_sees_its_own_exception_types(proxy_one, monkeypatch, is_routed):
+    monkeypatch.setattr(proxy, "READY_WAIT_S", 0.2)
+    with proxy_router(None, [proxy_one[0]]) as router, proxy_router(None, ["http://127.0.0.1:9"]) as empty:
+        proxy_until(lambda: requests.get(router + "/health", timeout=5).ok)
+        client = openai.OpenAI(base_url=(router if is_routed else proxy_one[0]) + "/v1", api_key="x", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["tiny", "policy-v1", "policy-v2", "policy"]
+        done = client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=3, n=2, logprobs=1)
+        assert done.model == "policy-v2" and done.choices[1].text == "ccc" and len(done.choices[0].logprobs.token_logprobs) == 3
+        chat = client.chat.completions.create(model="policy-v1", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=3)
+        assert chat.choices[0].message.content == "bbb" and chat.usage.prompt_tokens == 2 and chat.object == "chat.completion"
+        with pytest.raises(openai.NotFoundError, match="policy-v1, policy-v2"):
+            client.completions.create(model="policy-v9", prompt="a")
+        for streamed in (lambda: client.completions.create(model="policy-v1", prompt="a", stream=True),
+                         lambda: client.chat.completions.create(model="policy-v1", messages=[{"role": "user", "content": "hi"}], stream=True)):
+            with pytest.raises(openai.BadRequestError, match="stream must be false"):
+                streamed()
+        with pytest.raises(openai.InternalServerError, match="not ready yet"):
+            openai.OpenAI(base_url=empty + "/v1", api_key="x", max_retries=0).completions.create(model="tiny", prompt="a")
+    serve, args = (proxy_router, (None, [proxy_one[0]])) if is_routed else (proxy_replica, (ProxyEngine(),))
+    with serve(*args, token="right") as guarded, pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=guarded + "/v1", api_key="wrong", max_retries=0).models.list()
 
 def proxy_load(url, name, path, **more):
@@ -4316,7 +4348,7 @@ def test_the_readmes_python_snippets_do_what_they_say(grpo_finished, tmp_path):
         exec(snippets["SummaryWriter"].replace("runs/demo", str(tmp_path)), {})
         assert len(seen) == 6 * 8 and {key for key, *_ in seen} >= {"reward", "tok_s"}
     exec(snippets["PeftModel"].replace("runs/demo/base", str(folder / "base")).replace("/tmp/adapter", str(folder / "final")), space := {})
-    assert type(space["model"]).__name__ == "PeftModel"
+    assert type(space["model"]).__name__ == "PeftModelForCausalLM" and any("lora_B" in name for name, _ in space["model"].named_parameters())
     exec(snippets["def mine"], space)
     assert space["mine"]([], [[{"role": "assistant", "content": " 4 "}]] * 2, [], ["4", "5"], more=1) == [1.0, 0.0]
 
@@ -4514,7 +4546,7 @@ def test_a_model_without_a_pad_token_trains(grpo_start, people_models, tmp_path)
     assert learner.done()["steps"] == "1" and actor.end() == 0
 
 def test_wrong_credentials_are_the_users_and_named_as_such(grpo_start, bucket_served):
-    actor = grpo_start("--role", "actor", "--bucket", f"{bucket_served}/none/run", **{**BUCKET_KEYS, "AWS_SECRET_ACCESS_KEY": "wrong"})
+    actor = grpo_start("--role", "actor", "--bucket", f"{bucket_served[0]}/none/run", **{**BUCKET_KEYS, "AWS_SECRET_ACCESS_KEY": "wrong"})
     assert actor.end() == 2 and re.search("error: .*403.*AWS_… keys", actor.lines[-1]) and "Traceback" not in actor.text
 
 def test_a_full_disk_is_the_worlds_and_names_the_place(grpo_start, grpo_base, tmp_path):
