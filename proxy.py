@@ -1047,9 +1047,9 @@ class Router:
         return {name for replica in self.ready() for name in replica.proven}
 
     def holders(self, name: str) -> list[Replica]:
-        """Ready replicas that may be asked for an adapter, or for their base. 404 if none ever will."""
+        """Ready replicas that may be asked for an adapter, or for their base. 404 if the live ones know of no such name."""
         known = [replica for replica in self.replicas.values() if name in replica.proven or name == replica.base]
-        if not known and name not in self.wanted:
+        if not known and name not in self.wanted and any(replica.is_live for replica in self.replicas.values()):
             raise unknown(name, self.live())
         return [replica for replica in known if replica.state == "ready"]
 
@@ -1244,8 +1244,8 @@ def serve(make_app, listen: str, token: str, on_ready, pause_limit_s: float, sto
         following.cancel()
         await asyncio.wait([following])
         await server.stop()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))   # a completion in flight takes two connections
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]       # a completion in flight takes two connections
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 10240) if sys.platform == "darwin" else most, most))   # macOS: OPEN_MAX
     asyncio.run(run())
 
 def serve_replica(engine, listen: str, token: str = "", on_ready=print, roots=(), pause_limit_s: float = 60.0,
