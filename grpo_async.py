@@ -32,6 +32,8 @@ Divergence"   [6] AdamW: Loshchilov & Hutter 2019, arXiv:1711.05101
 from __future__ import annotations
 
 import argparse
+import datetime
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -42,6 +44,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,7 +59,7 @@ from pathlib import Path
 import requests
 
 import proxy
-from bucket import BadKey, BucketError, Conflict, Corrupt, FileBucket, NotFound, open_bucket
+from bucket import Arguments, BadKey, BucketError, Conflict, Corrupt, Denied, FileBucket, NotFound, open_bucket
 
 ROLE = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 ROLE.add_argument("--role", default="all")
@@ -98,12 +101,45 @@ class Refused(Exception):
 
 def say(word: str, /, **values) -> None:
     """Prints one key=value line; floats with 4 significant digits, nan for what was not measured."""
-    shown = {k: "nan" if v is None else f"{v:.4g}" if isinstance(v, float) else v for k, v in values.items()}
-    print(" ".join([word, *(f"{k}={v}" for k, v in shown.items())]).strip(), flush=True)
+    tell(" ".join([word, *(f"{k}={number(v)}" for k, v in values.items())]).strip(), sys.stdout)
+
+
+def number(value):
+    return "nan" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+
+
+def is_terminal(stream) -> bool:
+    """True where a line may redraw itself; NO_COLOR or TERM=dumb ask for plain lines."""
+    return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def tell(line: str, stream) -> None:
+    """One line; on a terminal it takes the place of a live line that may stand there."""
+    print(f"\r\033[K{line}" if is_terminal(stream) else line, file=stream, flush=True)
+
+
+def show_step(row: dict, steps: int, mean_step_s: float) -> None:
+    """A finished step: all its values as key=value; on a terminal one short line that redraws itself, each tenth stays."""
+    if not is_terminal(sys.stdout):
+        return say("", **row)
+    step, left_s = row["step"], int((steps - row["step"]) * mean_step_s)
+    line = (f"step {step}/{steps} reward {number(row['reward'])} ratio {number(row['ratio'])} staleness {number(row['staleness_mean'])}"
+            f" queue {row['queue_groups']} {row['tok_s']:.0f} tok/s {datetime.timedelta(seconds=left_s)} left")
+    stays = step % 10 == 0 or step >= steps
+    print(f"\r\033[K{line[:shutil.get_terminal_size().columns - 1]}", end="\n" if stays else "", flush=True)
 
 
 def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    tell(f"warning: {message}", sys.stderr)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch says it in two ways, on CUDA and on the CPU."""
+    return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
 
 def crash_point(name: str, step: int) -> None:
@@ -125,7 +161,7 @@ class Wait:
             raise BucketError(f"waited {waited:.0f} s for {what}; --wait-s sets this limit")
         if waited > self.next_word_s:
             self.next_word_s += 15
-            print(f"waiting {waited:.0f} s for {what}", file=sys.stderr, flush=True)
+            tell(f"waiting {waited:.0f} s for {what}", sys.stderr)
         time.sleep(pause_s)
 
 
@@ -252,7 +288,10 @@ def load_reward(spec: str) -> tuple[str, float, object, str]:
     path, name, weight = match[1], match[2], float(match[3] or 1)
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises
+        raise UserError(f"--reward {spec}: {type(error).__name__}: {one_line(error)}") from None
     if not callable(getattr(module, name, None)):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
     return name, weight, getattr(module, name), hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -766,6 +805,7 @@ class Learner:
         self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
         self.consumed: dict[str, int] = {}     # key: step of the entry that names it, until it is deleted
         self.metrics: dict = {}                # of the last step applied; the next entry carries them
+        self.mean_step_s = 0.0
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
         self.unmoved = self.queue_groups = self.place = self.decided = 0
         self.look_sent, self.has_swept, self.canary_base, self.mismatch = None, False, None, None
@@ -941,6 +981,9 @@ class Learner:
             wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; " + (
                 f"{len(living)} actors alive" if living else
                 f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}"), self.args.poll_s)
+            if self.place and time.monotonic() - wait.start > 2:  # the learner that publishes for all may have died
+                self.publish()
+                self.landed()
             self.look()
         if entry["digest_before"] != self.digest:
             raise Diverged(f"entry {step} was written on state {entry['digest_before'][:12]}, this learner has {self.digest[:12]}")
@@ -962,34 +1005,35 @@ class Learner:
         self.place = company.index(self.id) if self.id in company else -1
         own = [c for c in range(n) if c * len(company) // n == self.place]
         order = list(dict.fromkeys(own + [(c + max(0, self.place)) % n for c in range(n)]))
-        have, spoilt, wait = {}, {}, Wait(self.args.wait_s)
+        have, spoilt, sent, wait = {}, {}, None, Wait(self.args.wait_s)
         takeover_at = began + 2 * self.pace_s * entry["update"]["trained_tokens"] / n
-        while missing := [c for c in order if c not in have]:
+        while True:
             if not self.is_alone:
                 self.collect(entry, have, spoilt)
-                missing = [c for c in missing if c not in have]
-            if not missing:
-                break
+            if not (missing := [c for c in order if c not in have]):
+                if self.is_alone or self.landed() is not False:
+                    return [have[c] for c in range(n)]
+                del have[sent]  # another's part of this chunk came first and counts
+                continue
             chunk, began = missing[0], time.monotonic()
             if chunk in own or began >= takeover_at or self.find_company() == [self.id]:
                 part = self.compute_part(entry, chunk)
-                self.landed()  # the entry if it was decided here, and the part before
+                if self.landed() is False:  # the entry if it was decided here, or the part before
+                    have.pop(sent, None)
                 self.behind.write(self.put_part, entry, chunk, spoilt.get(chunk, 0), part, self.is_alone)
-                if self.is_alone or self.landed():
-                    have[chunk] = self.read_part(part, entry, chunk)
+                have[chunk], sent = self.read_part(part, entry, chunk), chunk
                 takeover_at = time.monotonic() + 2 * (time.monotonic() - began)
             else:
                 wait.tick(f"parts {missing} of step {entry['step']} from {company}", self.args.poll_s)
-        return [have[c] for c in range(n)]
 
     def put_part(self, entry: dict, chunk: int, attempt: int, data: bytes, is_applied: bool) -> bool:
-        """Writes a part, create-if-absent. Diverged if another's counts and this learner has gone on with its own."""
+        """Writes a part, create-if-absent: False if another's counts; Diverged if this learner has gone on with its own."""
         key = f"parts/{entry['step']:06d}/{chunk:03d}{f'.{attempt}' if attempt else ''}.safetensors"
         is_first = self.bucket.put_new(key, data)
         if not is_first and is_applied and read_header(self.bucket.get(key))["sha256"] != read_header(data)["sha256"]:
             raise Diverged(f"{key} was written by another learner, with other bits, while this one thought itself alone")
         crash_point("after-part", entry["step"])
-        return is_first
+        return is_first or is_applied
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
         """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
@@ -1078,15 +1122,15 @@ class Learner:
     def canary(self) -> dict:
         """Top-20 next-token logprobs after eight fixed prompts, with and without the adapter in slot 0."""
         prompts = [self.task.encode(row["prompt"])[-min(64, self.run["max_prompt_tokens"]):] for row in self.task.rows[:8]]
+        model, width = self.policy.model, max(map(len, prompts))
+        rows = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=model.device)  # no causal token sees the padding
 
         def top(slot):
-            found = []
-            for ids in prompts:
-                with torch.no_grad(), self.policy.lora.use(slot):
-                    logits = self.policy.model(torch.tensor([ids], device=self.policy.model.device), use_cache=False).logits
-                values, index = logits[0, -1].float().log_softmax(-1).topk(min(20, logits.shape[-1]))
-                found.append({str(i): v for i, v in zip(index.tolist(), values.tolist())})
-            return found
+            with torch.no_grad(), self.policy.lora.use(slot):
+                hidden = lora.backbone(model)(rows, use_cache=False).last_hidden_state  # [8, width, d]
+                logits = lora.head(model)(hidden[range(len(prompts)), [len(ids) - 1 for ids in prompts]])  # [8, V]
+            values, index = logits.float().log_softmax(-1).topk(min(20, logits.shape[-1]))
+            return [{str(i): v for i, v in zip(*pair)} for pair in zip(index.tolist(), values.tolist())]
         self.canary_base = self.canary_base or top(None)
         return {"prompts": prompts, "dtype": str(self.policy.model.dtype).removeprefix("torch."), "adapter": top(0), "base": self.canary_base}
 
@@ -1175,14 +1219,14 @@ class Learner:
         self.state, grad_norm = apply(self.state, entry["update"], [tensors for tensors, _ in parts])
         self.digest = digest(self.state.tensors())
         self.policy.lora.load(0, self.state.adapter)
+        used = [g for key in named_groups(entry) if (g := self.groups.pop(key, None))]
         for key in named_groups(entry):
             self.consumed[key] = step
-            self.groups.pop(key, None)
             self.refused.pop(key, None)
         self.watch_movement(before)
         began_sync = time.monotonic()
         self.clock["apply_s"] = began_sync - began_apply
-        if entry["publish"] and step >= self.log.newest:
+        if entry["publish"] and step >= self.log.newest and self.place == 0:
             self.publish(self.is_alone)
         self.log.entries.pop(step - 1, None)
         self.pace_s *= 0.997  # forgets: who was slow for a while is given a chunk again
@@ -1199,7 +1243,9 @@ class Learner:
         self.metrics["tok_s"] = self.metrics["tokens"] / step_s
         if step > self.at_start or self.clock["fwd_bwd_s"]:
             self.mismatch = self.mismatch if self.metrics["mismatch"] is None else self.metrics["mismatch"]
-            say("", **self.metrics | {"mismatch": self.mismatch})
+            self.mean_step_s = 0.9 * self.mean_step_s + 0.1 * step_s if self.mean_step_s else step_s
+            show_step(self.metrics | {"mismatch": self.mismatch}, self.args.steps, self.mean_step_s)
+        self.metrics["sample"] = best_and_worst(used)
 
     def keep(self, step: int) -> None:
         """What one learner does for all: checkpoints, the cleaning that a confirmed one allows, evaluations."""
@@ -1605,7 +1651,7 @@ def hasty(a: int, b: int) -> str:
 def show_progress(step: int, steps: int, loss: float) -> None:
     """A bar on stderr that redraws itself on a terminal, and five plain lines in a file or a pipe."""
     bar = f"base model: [{'#' * (20 * step // steps):20}] step {step}/{steps} loss {loss:.3f}"
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         print(f"\r{bar}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
     elif step % (steps // 5) == 0:
         print(bar, file=sys.stderr, flush=True)
@@ -1700,6 +1746,8 @@ def join_run(bucket, args) -> dict:
     run = json.loads(bucket.get("run.json"))
     if (run.get("format"), run.get("version")) != ("async-grpo-run", 1):
         raise UserError(f"{bucket.address}/run.json: expected an async-grpo-run of version 1, got {run.get('format')!r}")
+    if (here := torch_version()) != run.get("torch", here):
+        warn(f"this run began with torch {run['torch']}, here is {here}: if states diverge, pip install torch=={run['torch']}")
     differing = {k: (v, run[k]) for k, v in given.items() if k not in ("steps", "model") and v != run[k]}
     if "model" in given and (given["model"] == "tiny") != (run["model"] == "tiny"):
         differing["model"] = given["model"], run["model"]
@@ -1719,10 +1767,16 @@ def join_run(bucket, args) -> dict:
     return run
 
 
+def torch_version() -> str:
+    """Without the build ("+cu128"): a run may mix GPUs and CPUs."""
+    return importlib.metadata.version("torch").split("+")[0]
+
+
 def create_run(bucket, args, given: dict, rewards: list) -> None:
     """Writes everything that another machine needs, and run.json last: from then on the run exists."""
     if left := next((k for k in ("steps/", "groups/", "parts/") if any(bucket.list(k))), None):
         raise UserError(f"{bucket.address} holds {left} but no run.json; take an empty bucket")
+    bucket.probe()  # a bucket that cannot be written says so now, not after the base is trained
     is_tiny = given.get("model", "tiny") == "tiny"
     run = RUN_DEFAULTS | (TINY_DEFAULTS if is_tiny else {}) | given
     run |= {side: default if run[side] is None else run[side] for side, default in zip(("clip_low", "clip_high"), LOSSES[run["loss"]][1:])}
@@ -1742,8 +1796,10 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
     policy = load_policy(bucket, run, args, slots=2)
     run |= {"format": "async-grpo-run", "version": 1, "run_id": os.urandom(8).hex(), "created_unix_s": time.time(),
             "fingerprint": fingerprint(policy), "stop_ids": policy.stop_ids, "rewards": rewards,
-            "vocabulary": lora.head(policy.model).weight.shape[0]}
-    load_task(bucket, run, args, policy.tokenizer)
+            "vocabulary": lora.head(policy.model).weight.shape[0], "torch": torch_version()}
+    try_prompts(load_task(bucket, run, args, policy.tokenizer), run)
+    if not policy.stop_ids:
+        warn(f"{run['model']} names no token that ends a text: every completion runs to --max-tokens")
     tensors = lora.init_adapter(policy.lora.shapes, run["seed"])
     if args.init_adapter:
         try:
@@ -1780,9 +1836,16 @@ def load_policy(bucket, run: dict, args, slots: int) -> Policy:
     try:
         model, tokenizer = lora.load_model(where, dtype, device, args.trust_remote_code), lora.load_tokenizer(where, args.trust_remote_code)
         lora.check_head(model)
+        if args.recompute:
+            lora.recompute_layers(model)
         slotted = lora.Lora(model, run["lora_r"], run["lora_alpha"], run["target_modules"], slots=slots)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {where}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a missing or damaged file, a device that is not there: transformers raises many kinds
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"--model {where} on {device}: {one_line(error)}") from None
+    needed, context = run["max_prompt_tokens"] + run["max_tokens"], getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context and needed > context:
+        raise UserError(f"--max-prompt-tokens and --max-tokens add up to {needed}, the context of --model {where} is {context}; lower one")
     ends = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
     stop_ids = sorted({i for e in ends if e is not None for i in (e if isinstance(e, list) else [e])})
     policy = Policy(model, slotted, tokenizer, stop_ids)
@@ -1826,11 +1889,22 @@ def load_task(bucket, run: dict, args, tokenizer) -> Task:
     return Task(rows, eval_rows[:256], rewards, tokenizer, args.reward_timeout_s)
 
 
+def try_prompts(task: Task, run: dict) -> None:
+    """UserError where the tokenizer cannot write the first thousand prompts, or not in tokens of this model."""
+    for row in task.rows[:1000]:
+        try:
+            ids = task.encode(row["prompt"])
+        except Exception as error:  # whatever a chat template raises
+            raise UserError(f"prompt {row['prompt']!r:.60} cannot be encoded; chat messages need a model with a chat template, "
+                            f"text does not ({one_line(error)})") from None
+        if max(ids, default=0) >= run["vocabulary"]:
+            raise UserError(f"token {max(ids)} is not in the model's vocabulary of {run['vocabulary']}: --model {run['model']} "
+                            "has the tokenizer of another model")
+
+
 def run_learner(bucket, args) -> None:
     began, run = time.monotonic(), join_run(bucket, args)
     policy = load_policy(bucket, run, args, slots=2)
-    if args.recompute:
-        lora.recompute_layers(policy.model)
     learner = Learner(bucket, run, args, policy, load_task(bucket, run, args, policy.tokenizer))
     learner.start()
     try:
@@ -1862,9 +1936,21 @@ def finish(learner: Learner, wall_s: float) -> None:
 def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
     """(entries, metrics of each step). Entry t + 1 carries the metrics of step t: the learning curve is in the log."""
     log = Log(bucket, run)
-    entries = [log.read(t) for t in range(1, log.refresh() + 1)]
+    # The last step is known by its metrics even where a store lists its entry late.
+    entries = [log.read(t) for t in range(1, max(log.refresh(), last.get("step", 0)) + 1)]
     rows = {row["step"]: row for row in [e["previous"] for e in entries] + [last] if row}
     return entries, [rows[t] for t in sorted(rows)]
+
+
+def best_and_worst(groups: list[Group]) -> dict | None:
+    """The prompt with the widest rewards of a step, its best and its worst completion, cut short: for people to read."""
+    texts = [g.text for g in groups if g.text]
+    if not texts:
+        return None
+    text = max(texts, key=lambda t: max(t["rewards"]) - min(t["rewards"]))
+    best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
+    return {"prompt": text["prompt"], **{name: {"text": text["completions"][i][:1000], "reward": text["rewards"][i]}
+                                         for name, i in (("best", best), ("worst", worst))}}
 
 
 def summarize(bucket, run: dict, last: dict) -> dict:
@@ -1888,28 +1974,27 @@ def summarize(bucket, run: dict, last: dict) -> dict:
             "groups_dropped": len(dropped), "groups_pending": pending}
 
 
-def write_report(bucket, run: dict) -> None:
-    """report.html: docs/report.html with this run's numbers in place of its one placeholder."""
+def write_report(bucket, run: dict, out: str | None = None) -> None:
+    """report.html, docs/report.html with this run's numbers in place of its one placeholder, and metrics.jsonl: in the
+    bucket, or in the folder `out` (of somebody else's run)."""
+    place = FileBucket(out) if out else bucket
     summary = json.loads(bucket.get("summary.json")) if any(bucket.list("summary.json")) else None
     steps = curve(bucket, run, (summary or {}).get("last", {}))[1]
-    bucket.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in steps).encode())
-    keys, samples = list(bucket.list("groups/")), []
-    for key in keys[::len(keys) // 100 + 1]:
-        try:
-            text = read_header(bucket.get(key))["text"]
-        except (NotFound, KeyError, ValueError):  # set aside, or cleaned meanwhile
-            continue
-        best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
-        if text["rewards"][best] == text["rewards"][worst]:
-            continue
-        samples.append({"step": number_in(key) * run["sync_steps"] + 1, "prompt": text["prompt"], **{
-            name: {"text": text["completions"][i], "reward": text["rewards"][i]} for name, i in (("best", best), ("worst", worst))}})
-    data = {"run": run, "summary": summary, "steps": steps, "samples": samples[::len(samples) // 20 + 1], "members": list(proxy.LiveMembers(bucket).poll().values()),
+    place.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in steps).encode())
+    data = {"run": run, "summary": summary, "steps": steps, "members": list(proxy.LiveMembers(bucket).poll().values()),
             "evals": [json.loads(bucket.get(k)) for k in bucket.list("evals/")]}
     template = (Path(__file__).parent / "docs" / "report.html").read_text(encoding="utf-8")
     # Subtle: "</script>" inside a completion would end the page's script; "<" is never part of JSON outside its strings.
-    bucket.put("report.html", template.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")).encode())
-    say("report", at=f"{bucket.address}/report.html")
+    place.put("report.html", template.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")).encode())
+    say("report", at=f"{place.address}/report.html")
+
+
+def load_engine(bucket, run: dict, args) -> Engine:
+    policy = load_policy(bucket, run, args, slots=run["max_staleness"] + 4)
+    try:
+        return Engine(bucket, run, policy, max(args.max_rows, run["group_size"]))
+    except ValueError as error:  # an architecture that only vLLM samples
+        raise UserError(one_line(error)) from None
 
 
 def run_sampler(bucket, args) -> None:
@@ -1918,7 +2003,7 @@ def run_sampler(bucket, args) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     run = join_run(bucket, args)
-    engine = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), max(args.max_rows, run["group_size"]))
+    engine = load_engine(bucket, run, args)
     engine.start(follows=False)  # the router loads the versions, and checks each, before it sends anything here
     member = proxy.Member(bucket, "sampler", run_id=run["run_id"])
 
@@ -1938,7 +2023,7 @@ def run_actor(bucket, args) -> None:
     if args.sampler:
         tokenizer, sampler = lora.load_tokenizer(base_of(bucket, run, args)), HttpSampler(bucket, run, args.sampler, args.token)
     else:
-        engine = sampler = Engine(bucket, run, load_policy(bucket, run, args, slots=run["max_staleness"] + 4), max(args.max_rows, run["group_size"]))
+        engine = sampler = load_engine(bucket, run, args)
         engine.start(follows=True)
         tokenizer = engine.policy.tokenizer
     actor = Actor(bucket, run, args, load_task(bucket, run, args, tokenizer), sampler)
@@ -1984,7 +2069,7 @@ def run_export(bucket, args) -> None:
 
 
 def run_report(bucket, args) -> None:
-    write_report(bucket, join_run(bucket, args))
+    write_report(bucket, join_run(bucket, args), args.out)
 
 
 def run_all(args, argv: list[str]) -> int:
@@ -2027,8 +2112,8 @@ def run_all(args, argv: list[str]) -> int:
 # ---------------------------------------------------------------- 9. Arguments and main
 
 RUN_FLAGS = (  # name, type or choices, meaning
-    ("model", str, "folder or hub id of a causal language model; tiny is trained on the spot"),
-    ("task", ("add", "math"), "built-in reward: add (of the tiny model), or math: the last number, \\boxed{} or #### equals the answer column"),
+    ("model", str, "folder or hub id of a causal language model"),
+    ("task", ("add", "math"), "built-in reward; math: the last number is the answer column"),
     ("steps", int, "optimizer steps in all; a higher number later goes on"), ("groups-per-step", int, "groups that make a step"),
     ("group-size", int, "completions of a prompt"), ("max-tokens", int, "tokens of a completion at most"),
     ("max-prompt-tokens", int, "longer prompts are passed over"), ("temperature", float, "of sampling, and of the trained distribution"),
@@ -2041,42 +2126,51 @@ RUN_FLAGS = (  # name, type or choices, meaning
     ("clip-norm", float, "clip of the gradient's norm; 0: none"), ("max-staleness", int, "versions that a group may lag; 0: synchronous"),
     ("sync-steps", int, "steps per published version"), ("checkpoint-steps", int, "steps between checkpoints"),
     ("part-dtype", ("float32", "bfloat16"), "of the gradients in the bucket"), ("seed", int, "of base, adapter, order and sampling"))
+# What --help shows, so that it fits on a screen; --help-all shows every flag.
+EVERYDAY = ("role bucket sampler listen token device samplers actors out merge model data eval-data task reward steps groups-per-step "
+            "group-size max-tokens max-prompt-tokens temperature lora-r lora-alpha lr loss kl max-staleness token-budget inflight").split()
 PROCESS_FLAGS = (  # name, type or choices, default, meaning
-    ("role", ("all", "learner", "actor", "sampler", "proxy", "eval", "report", "export"), "all", "what this process is; all: every role, on this machine"),
-    ("bucket", str, "runs/demo", "folder, s3://bucket/prefix or URL"), ("data", str, None, "JSON lines with prompt (text or chat messages) and other columns"),
+    ("role", ("all", "learner", "actor", "sampler", "proxy", "eval", "report", "export"), "all", "what to start"),
+    ("bucket", str, "runs/demo", "folder, s3://bucket/prefix or URL"), ("data", str, None, "JSON lines: prompt (text or chat messages) and any other columns"),
     ("eval-data", str, None, "held-out rows; without it the last tenth of the data"), ("init-adapter", str, None, "PEFT folder to start from"),
-    ("sampler", str, None, "URL of a proxy, a sampler or a vLLM; bucket: the proxy announced there; without it an actor samples by itself"),
+    ("sampler", str, None, "URL, or bucket: the proxy announced there; without it an actor samples by itself"),
     ("listen", str, "127.0.0.1:8001", "HOST:PORT of a sampler; port 0: any free one"), ("token", str, os.environ.get("GRPO_TOKEN", ""), "bearer token (also GRPO_TOKEN)"),
     ("device", str, None, "cuda, cuda:1, cpu; without it cuda if there is one"), ("dtype", ("float32", "bfloat16", "float16"), None, "of the base; without it bfloat16 on cuda, float32 on the CPU"),
     ("token-budget", int, 2048, "tokens per forward of a learner"), ("queue-groups", int, 0, "groups waiting and in flight at most; 0: from max-staleness"),
-    ("inflight", int, 0, "rollouts in flight per actor; 0: 128 (tiny: 512)"), ("max-rows", int, 0, "rows that a sampler decodes at once; 0: 64 (tiny: 256)"),
+    ("inflight", int, 0, "rollouts in flight per actor; 0: 128, tiny 512"), ("max-rows", int, 0, "rows that a sampler decodes at once; 0: 64 (tiny: 256)"),
     ("chunks", int, 0, "parts per step; 0: one per live learner"), ("eval-steps", int, 0, "steps between evaluations; 0: first and last, -1: none"),
     ("reward-timeout-s", float, 60.0, "seconds a reward function may take"), ("group-deadline-s", float, 600.0, "seconds after which a group closes with what it has"),
     ("wait-s", float, 3600.0, "seconds any wait may take; 0: no limit"), ("policy-version", int, None, "adapter to eval or export; without it the newest"),
-    ("out", str, None, "folder that export writes"), ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
+    ("out", str, None, "folder that export or report writes (report: else the bucket)"), ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     epilog="A proxy has flags of its own (--replica and others): --role proxy --help")
+    parser = Arguments(prog="grpo_async.py", usage="grpo_async.py [--role ROLE] [--bucket ADDRESS] [flags]", allow_abbrev=False,
+                       formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+                       description=__doc__.split("\n")[0], epilog="--role proxy has flags of its own: --role proxy --help")
     parser.add_argument("--version", action="version", version=f"async-grpo {VERSION}")
+    parser.add_argument("--help-all", action="help", help="every flag; --help leaves the rare ones out")
+    shows_all = "--help-all" in argv
 
     def add(group, name, kind, default, text):
-        kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": kind.__name__.upper()}
-        group.add_argument(f"--{name}", default=default, help=text.replace("%", "%%"), **kinds)
+        kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        text = f"{', '.join(kind)}: {text}" if isinstance(kind, tuple) else text
+        group.add_argument(f"--{name}", default=default, metavar="NAME" if isinstance(kind, tuple) else kind.__name__.upper(),
+                           help=text.replace("%", "%%") if shows_all or name in EVERYDAY else argparse.SUPPRESS, **kinds)
+    here = parser.add_argument_group("this process")
     run = parser.add_argument_group("the run (fixed by its first learner; everybody else reads it from the bucket)")
     for name, kind, text in RUN_FLAGS:
         key = name.replace("-", "_")
         tiny = f"; tiny: {TINY_DEFAULTS[key]}" if key in TINY_DEFAULTS else ""
         add(run, name, kind, None, text + (f" (default {RUN_DEFAULTS[key]}{tiny})" if RUN_DEFAULTS[key] is not None else ""))
-    run.add_argument("--mask-truncated", action="store_true", default=None, help="do not train completions cut at max-tokens")
-    run.add_argument("--reward", action="append", default=[], metavar="FILE.py:FUNCTION[=WEIGHT]", help="TRL's signature; repeatable")
-    here = parser.add_argument_group("this process")
+    run.add_argument("--mask-truncated", action="store_true", default=None,
+                     help="do not train completions cut at max-tokens" if shows_all else argparse.SUPPRESS)
+    run.add_argument("--reward", action="append", default=[], metavar="SPEC", help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
     for name, kind, default, text in PROCESS_FLAGS:
         add(here, name, kind, default, text + (f" (default {default})" if default not in (None, "") and name != "token" else ""))
     here.add_argument("--merge", action="store_true", help="export base and adapter as one model")
     here.add_argument("--recompute", action="store_true", help="learner: a third slower, a fifth of the memory per token")
-    here.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    here.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model" if shows_all else argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -2108,6 +2202,7 @@ def leave(signum, frame) -> None:
 
 def main(argv: list[str]) -> int:
     """Runs one role; returns 0 done, 1 the world failed, 2 the user's mistake."""
+    args = argparse.Namespace(bucket="", listen="")
     try:
         if ROLE.parse_known_args(argv)[0].role == "proxy":
             return proxy.main(ROLE.parse_known_args(argv)[1])
@@ -2123,9 +2218,15 @@ def main(argv: list[str]) -> int:
         {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export,
          "report": run_report}[args.role](open_bucket(args.bucket), args)
         return 0
-    except (UserError, BucketError, OSError, KeyboardInterrupt) as error:
-        print(f"error: {error or 'interrupted'}", file=sys.stderr)
-        return 2 if isinstance(error, (UserError, BadKey)) else 1
+    except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        advice = {errno.ENOSPC: f"; free some there ({args.bucket}), or take another --bucket",
+                  errno.EADDRINUSE: f"; --listen HOST:0 takes any free port instead of {args.listen}"}.get(getattr(error, "errno", None), "")
+        if is_out_of_memory(error):
+            advice = "; lower --token-budget or add --recompute (learner), lower --max-rows (sampler) or --lora-r, or take --dtype bfloat16"
+        tell(f"error: {one_line(error) or 'interrupted'}{advice}", sys.stderr)
+        return 2 if isinstance(error, (UserError, BadKey, Denied, RuntimeError)) else 1
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@
 The model is built on torch's meta device: real modules, shapes and dtypes, no memory. Base and adapter are summed over
 its tensors. Activations are what autograd really saves in one forward of 1,024 tokens through the learner's own LoRA
 layers (`saved_tensors_hooks`: each storage once, parameters not), with an attention that saves what flex attention
-saves: q, k, v, output and one number a row and head. Logits are counted for the 512 targets that are computed at once.
+saves: q, k, v, output and one number a row and head. With --recompute a layer keeps its input, and one layer at a time
+all the rest. Logits are counted for the 512 targets that are computed at once.
 
 In the learner's GPU: base, two slots of the adapter, one gradient, activations of --token-budget tokens, logits. The
-AdamW moments and one more copy of the adapter are in the CPU's memory, in fp32. In a sampler's: base, max_staleness + 4
+adapter's own state, its two AdamW moments and the summed gradient are in the CPU's memory, in fp32. In a sampler's: base, max_staleness + 4
 slots, keys and values.
 
 Does not count: CUDA's context (about 0.5 GiB), the allocator's slack (3 GiB are left free for both), compiled kernels.
@@ -78,6 +79,12 @@ def activation_bytes(model, r: int) -> int:
     return sum(t.untyped_storage().nbytes() for t in seen.values())
 
 
+def activation_ways(config, r: int) -> tuple[float, float]:
+    """(all kept, only each layer's input kept and one layer computed again)."""
+    kept, layers = activation_bytes(model_on_meta(config), r), config.num_hidden_layers
+    return kept, layers * TOKENS * config.hidden_size * 2 + kept / layers
+
+
 def main() -> int:
     config = AutoConfig.from_pretrained(sys.argv[1]) if len(sys.argv) > 1 else LlamaConfig(**LLAMA_3_8B)
     base = n_bytes(model_on_meta(config).parameters())
@@ -87,23 +94,22 @@ def main() -> int:
     logits = 3 * TARGETS_AT_ONCE * config.vocab_size * 4  # logits, their exponentials, one temporary: fp32
     print(f"base {base / GIB:.2f} GiB in bfloat16; keys and values {kv_per_1k / GIB:.3f} GiB per 1,024 tokens; logits {logits / GIB:.2f} GiB\n")
     print("| rank | adapter (a part in the bucket), MiB | slots + gradient on the learner's GPU, GiB | AdamW and state in CPU memory, GiB "
-          "| activations per 1,024 tokens, GiB | learner at --token-budget 1024 / 2048 / 4096, GiB |")
-    print("|---|---|---|---|---|---|")
+          "| activations per 1,024 tokens, GiB | the same with --recompute | learner at --token-budget 2048, GiB | the same with --recompute |")
+    print("|---|---|---|---|---|---|---|---|")
     for r in RANKS:
         model = model_on_meta(config)
         shapes = lora.Lora(model, r, 2 * r, slots=1).shapes.values()
         adapter = 4 * sum(a * b for a, b in shapes)
-        activations = activation_bytes(model_on_meta(config), r)
-        learner = [(base + 3 * adapter + logits + activations * budget / 1024) / GIB for budget in (1024, 2048, 4096)]
-        print(f"| {r} | {adapter / 2**20:.0f} | {3 * adapter / GIB:.2f} | {4 * adapter / GIB:.2f} | {activations / GIB:.2f} | "
-              + " / ".join(f"{x:.1f}" for x in learner) + " |")
-    print("\n| card | largest --token-budget of a learner, rank 16 | tokens of keys and values in a sampler, rank 16 |\n|---|---|---|")
+        ways = activation_ways(config, r)
+        print(f"| {r} | {adapter / 2**20:.0f} | {3 * adapter / GIB:.2f} | {4 * adapter / GIB:.2f} | {ways[0] / GIB:.2f} | {ways[1] / GIB:.2f} | "
+              + " | ".join(f"{(base + 3 * adapter + logits + 2 * way) / GIB:.1f}" for way in ways) + " |")
+    print("\n| card (memory, GB) | largest --token-budget of a learner, rank 16 | with --recompute | tokens of keys and values in a sampler, rank 16 |\n|---|---|---|---|")
     adapter = 4 * sum(a * b for a, b in lora.Lora(model_on_meta(config), 16, 32, slots=1).shapes.values())
-    activations = activation_bytes(model_on_meta(config), 16)
+    ways = activation_ways(config, 16)
     for card, gib in CARDS.items():
         room = [gib - SLACK_GIB - (base + x) / GIB for x in (3 * adapter + logits, (MAX_STALENESS + 4) * adapter)]
-        budget, tokens = int(room[0] * GIB / activations * 1024) // 256 * 256, int(room[1] * GIB / kv_per_1k) * 1024
-        print(f"| {card} ({gib}) | {budget if budget > 0 else 'does not fit'} | {tokens:,} |")
+        budgets = [int(room[0] * GIB / way * 1024) // 256 * 256 for way in ways]
+        print(f"| {card} ({gib}) | " + " | ".join(f"{b:,}" if b > 0 else "does not fit" for b in budgets) + f" | {int(room[1] * GIB / kv_per_1k) * 1024:,} |")
     return 0
 
 
