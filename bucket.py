@@ -23,9 +23,9 @@ lost, 409 = try again. `probe` finds stores that ignore this (rclone) or lack it
 `conditional` turns False, and one writer is still safe. Mounts that check links only on their own machine (hf-mount, s3fs)
 pass the probe: use one learner there.
 
-Does not: multipart uploads (an object is at most 5 GB), byte ranges, presigned URLs, ACLs, versions, delimiters. `serve`, `get`
-and `put` pass any size in bounded memory; `fetch` and `mirror` hold one adapter. `serve` bounds its connections, but a hostile
-client can keep others waiting: not for the open internet.
+Does not: multipart uploads (an object is at most 5 GB), byte ranges, presigned URLs, ACLs, versions, delimiters. The
+commands `serve`, `get` and `put` pass any size in bounded memory; `fetch` and `mirror` hold one adapter. `serve` bounds its
+connections, but a hostile client can keep others waiting: not for the open internet.
 
 [1] https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 [2] https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
@@ -126,10 +126,10 @@ class Bucket:
         return manifest
 
     def fetch(self, prefix: str, wait_s: float = LATE_FILE_S) -> tuple[dict, dict[str, bytes]]:
-        """The manifest and its files, verified. NotFound: no manifest. Corrupt: wrong bytes twice, or incomplete for `wait_s`."""
+        """The manifest and its files, verified. NotFound: no manifest. Corrupt: wrong twice, or not all there for `wait_s`."""
         prefix, until = prefix.rstrip("/"), time.monotonic() + wait_s
         manifest = self.manifest(prefix)
-        return manifest, {name: self._fetch_file(prefix, name, manifest["files"][name], until) for name in sorted(manifest["files"])}
+        return manifest, {name: self._fetch_file(prefix, name, entry, until) for name, entry in manifest["files"].items()}
 
     def _fetch_file(self, prefix: str, name: str, entry: dict, until: float) -> bytes:
         damaged = 0
@@ -286,7 +286,7 @@ def stamp_at(unix_s: float) -> str:
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(unix_s))
 
 def authorization(key_id: str, secret: str, region: str, request: tuple[str, str, dict], signed: dict[str, str]) -> str:
-    """That header of AWS Signature Version 4 [2]. `request`: method, encoded path, query; `signed`: headers by lower-case name."""
+    """The header of AWS Signature Version 4 [2]. A request is method, encoded path, query; `signed` has lower-case names."""
     (method, path, query), names, date = request, ";".join(sorted(signed)), signed["x-amz-date"]
     pairs = sorted(f"{quote(name, '')}={quote(value, '')}" for name, value in query.items())
     headers = [f"{name}:{' '.join(signed[name].split())}" for name in sorted(signed)]
@@ -534,7 +534,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             given = self.headers.get("authorization", "")
             match = AUTHORIZATION.fullmatch(given)
             signed = {name: self.headers.get(name, "") for name in match[2].split(";")} if match else {}
-            must = {name for name in map(str.lower, self.headers) if name.startswith("x-amz-")} | {"host", "x-amz-date", "x-amz-content-sha256"}
+            must = {"host", "x-amz-date", "x-amz-content-sha256"}
+            must |= {name for name in map(str.lower, self.headers) if name.startswith("x-amz-")}
             if must - signed.keys():
                 raise Refused(403, "AccessDenied", "want an AWS4-HMAC-SHA256 Authorization over host and all x-amz-…")
             # Dates of one format order as text.
