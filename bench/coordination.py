@@ -2,6 +2,7 @@
 
     python bench/coordination.py                       # 226 steps, about five minutes, little CPU
     python bench/coordination.py --delay-ms 200 --steps 80
+    chrt -f 5 python bench/coordination.py             # as root, where other programs are busy: a wait must end on time
 
 `python bucket.py serve` serves a temporary folder; the learner of grpo_async.py talks to it through a bucket that waits
 before each call. Its compute is replaced by a timed wait with a gradient of the right shapes. Coordination is all of a

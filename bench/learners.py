@@ -2,6 +2,7 @@
 
     python bench/learners.py                 # about six minutes, little CPU until the last table
     python bench/learners.py timed --group-s 0.5 --counts 1 4
+    chrt -f 5 python bench/learners.py timed     # as root, where other programs are busy
 
 First each group's forward and backward is a timed wait: same code, same folder as bucket, a process for each learner, so
 what is measured is what sharing a step costs. Promised: at least 3.6 times one learner's speed with four, 6.5 with
