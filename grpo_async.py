@@ -1936,8 +1936,8 @@ def finish(learner: Learner, wall_s: float) -> None:
 def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
     """(entries, metrics of each step). Entry t + 1 carries the metrics of step t: the learning curve is in the log."""
     log = Log(bucket, run)
-    # The last step is known by its metrics even where a store lists its entry late.
-    entries = [log.read(t) for t in range(1, max(log.refresh(), last.get("step", 0)) + 1)]
+    with ThreadPoolExecutor(32) as pool:  # the last step is known by its metrics even where a store lists its entry late
+        entries = list(pool.map(log.read, range(1, max(log.refresh(), last.get("step", 0)) + 1)))
     rows = {row["step"]: row for row in [e["previous"] for e in entries] + [last] if row}
     return entries, [rows[t] for t in sorted(rows)]
 

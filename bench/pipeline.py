@@ -6,9 +6,9 @@
 Learner and actor of grpo_async.py, each a process, one folder between them. Forward + backward is a timed wait of 4.8 s
 for 16 groups, and a sampler a timed wait a group, as published [1]: 8 completions of 990 tokens on average end with the
 longest, 4.1 ms a token; 48 groups in flight (as in run 5, where training is slower) or 16 (runs 3 and 4, where sampling
-is). All times are halved. The bound is what the slower half takes alone: 16 groups of training, or of sampling with every place taken.
-Promised: asynchronous steps within 5 % of it; the published system pays 25 % for its syncs. Synchronous is the same code
-with --max-staleness 0, where samplers and learner take turns.
+is). All times are halved. The bound is what the slower half takes alone: 16 groups of training, or of sampling with
+every place taken. Promised: asynchronous steps within 5 % of it; the published system pays 25 % for its syncs.
+Synchronous is the same code with --max-staleness 0, where samplers and learner take turns.
 
 Then the tiny model for real, one core each: bound = the longer of the two turns of its synchronous run. Not promised, as
 two cores are shared by more than two processes. Steps count from the fifth on. Exit 1 where a promise is missed.
