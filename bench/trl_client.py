@@ -64,6 +64,8 @@ def patch() -> None:
     trainer_module.get_peak_flops_per_device = lambda *_: None
     worker_module.is_vllm_available = lambda *_: True
     packing_module.tree_attention = segment_attention
+    # No need of TRL's, but of whoever waits: its worker is given 15 s to empty its queue when all is done.
+    worker_module.AsyncRolloutWorker.stop = lambda worker: worker._process and worker._process.kill()
 
 
 def add_reward(completions, completion_ids, answer, **_) -> list[float]:

@@ -29,7 +29,7 @@ import requests
 
 import peers
 
-TINY = {"max_tokens": 7, "rank": 8, "alpha": 16.0, "lr": 5e-3, "staleness": 2, "warmup": 5, "steps": 50, "target": 0.8, "threads": 1}
+TINY = {"max_tokens": 7, "rank": 8, "alpha": 16.0, "lr": 2e-3, "staleness": 2, "warmup": 5, "steps": 40, "target": 0.8, "threads": 1}
 REAL = {"max_tokens": 16, "rank": 4, "alpha": 16.0, "lr": 1e-3, "staleness": 1, "warmup": 2, "steps": 6, "target": 0.0, "threads": 2}
 
 
@@ -42,7 +42,8 @@ def ours(folder: Path, args, run: peers.Processes) -> tuple[float, list[tuple[fl
         model = []
         peers.tiny_base(bucket)
     flags = {"steps": args.steps, "groups-per-step": args.rollouts // 8, "max-tokens": args.max_tokens, "lora-r": args.rank, "lora-alpha": args.alpha,
-             "lr": args.lr, "lr-schedule": "constant", "warmup-steps": args.warmup, "max-staleness": args.staleness, "eval-steps": -1}
+             "lr": args.lr, "lr-schedule": "constant", "warmup-steps": args.warmup, "max-staleness": args.staleness, "eval-steps": -1,
+             "queue-groups": args.staleness * args.rollouts // 8}  # as many in flight as TRL's default allows
     threads = {"OMP_NUM_THREADS": str(args.threads)}
     run.script("learner", "grpo_async.py", "--role", "learner", "--bucket", bucket, *model, *(x for k, v in flags.items() for x in (f"--{k}", v)), **threads)
     run.script("actor", "grpo_async.py", "--role", "actor", "--bucket", bucket, **threads)
@@ -108,7 +109,8 @@ def main() -> int:
                 with peers.Processes(folder) as run:
                     cold, rows = ours(folder, args, run) if name == "ours" else theirs(folder, args, run, f"http://127.0.0.1:{port}", base)
                 measured[name].append(figures(cold, rows, args.target))
-                print(f"run {number + 1} {name:7}" + " ".join(f"{key}={value:.3g}" for key, value in measured[name][-1].items()), flush=True)
+                print(f"run {number + 1} {name:7}" + " ".join(f"{key}={value:.3g}" for key, value in measured[name][-1].items())
+                      + "\n    reward by step " + " ".join(f"{r:.2f}" for *_, r in rows), flush=True)
     middle = {name: {key: statistics.median(one[key] for one in rows) for key in rows[0]} for name, rows in measured.items()}
     print(f"\n{'':12}{'ours':>10}{'theirs':>10}{'ratio':>10}    medians of {args.runs}, {args.steps} steps of {args.rollouts} rollouts")
     for key in middle["ours"]:
