@@ -1833,6 +1833,8 @@ def load_policy(bucket, run: dict, args, slots: int) -> Policy:
     """The base with its LoRA slots and tokenizer; UserError where it is not the base that the run was started on."""
     where, device = base_of(bucket, run, args), args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
+    if where.startswith(("/", ".", "~")) and not Path(where).is_dir():
+        raise UserError(f"--model {where}: there is no such folder")
     try:
         model, tokenizer = lora.load_model(where, dtype, device, args.trust_remote_code), lora.load_tokenizer(where, args.trust_remote_code)
         lora.check_head(model)
@@ -2074,6 +2076,9 @@ def run_report(bucket, args) -> None:
 
 def run_all(args, argv: list[str]) -> int:
     """Every role as a process of its own on this machine; starts one that dies again, ends all when the learners are done."""
+    open_bucket(args.bucket)  # a mistake in this, or in a reward, is said before anything is started
+    for spec in args.reward:
+        load_reward(spec)
     here = Path(__file__).resolve()
     python = [sys.executable, "-u", str(here), *argv]
     commands = {f"learner {i}": [*python, "--role", "learner"] for i in range(args.learners)}
@@ -2125,10 +2130,11 @@ RUN_FLAGS = (  # name, type or choices, meaning
     ("kl", float, "weight of the KL term to the base; 0: none"), ("tis", float, "cap on the ratio; 0: none"),
     ("clip-norm", float, "clip of the gradient's norm; 0: none"), ("max-staleness", int, "versions that a group may lag; 0: synchronous"),
     ("sync-steps", int, "steps per published version"), ("checkpoint-steps", int, "steps between checkpoints"),
-    ("part-dtype", ("float32", "bfloat16"), "of the gradients in the bucket"), ("seed", int, "of base, adapter, order and sampling"))
+    ("part-dtype", ("float32", "bfloat16"), "of the gradients in the bucket"), ("seed", int, "of base, adapter, order and sampling"),
+    ("mask-truncated", bool, "do not train completions cut at max-tokens"))
 # What --help shows, so that it fits on a screen; --help-all shows every flag.
 EVERYDAY = ("role bucket sampler listen token device samplers actors out merge model data eval-data task reward steps groups-per-step "
-            "group-size max-tokens max-prompt-tokens temperature lora-r lora-alpha lr loss kl max-staleness token-budget inflight").split()
+            "group-size max-tokens max-prompt-tokens temperature lora-r lora-alpha lr loss kl max-staleness token-budget inflight recompute").split()
 PROCESS_FLAGS = (  # name, type or choices, default, meaning
     ("role", ("all", "learner", "actor", "sampler", "proxy", "eval", "report", "export"), "all", "what to start"),
     ("bucket", str, "runs/demo", "folder, s3://bucket/prefix or URL"), ("data", str, None, "JSON lines: prompt (text or chat messages) and any other columns"),
@@ -2141,7 +2147,9 @@ PROCESS_FLAGS = (  # name, type or choices, default, meaning
     ("chunks", int, 0, "parts per step; 0: one per live learner"), ("eval-steps", int, 0, "steps between evaluations; 0: first and last, -1: none"),
     ("reward-timeout-s", float, 60.0, "seconds a reward function may take"), ("group-deadline-s", float, 600.0, "seconds after which a group closes with what it has"),
     ("wait-s", float, 3600.0, "seconds any wait may take; 0: no limit"), ("policy-version", int, None, "adapter to eval or export; without it the newest"),
-    ("out", str, None, "folder that export or report writes (report: else the bucket)"), ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
+    ("out", str, None, "folder that export or report writes (report: else the bucket)"), ("merge", bool, False, "export base and adapter as one model"),
+    ("recompute", bool, False, "learner: a third slower, a fifth of the memory per token"), ("trust-remote-code", bool, False, "run code that comes with the model"),
+    ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -2150,27 +2158,24 @@ def arguments(argv: list[str]) -> argparse.Namespace:
                        description=__doc__.split("\n")[0], epilog="--role proxy has flags of its own: --role proxy --help")
     parser.add_argument("--version", action="version", version=f"async-grpo {VERSION}")
     parser.add_argument("--help-all", action="help", help="every flag; --help leaves the rare ones out")
-    shows_all = "--help-all" in argv
 
     def add(group, name, kind, default, text):
-        kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        text = f"{', '.join(kind)}: {text}" if isinstance(kind, tuple) else text
-        group.add_argument(f"--{name}", default=default, metavar="NAME" if isinstance(kind, tuple) else kind.__name__.upper(),
-                           help=text.replace("%", "%%") if shows_all or name in EVERYDAY else argparse.SUPPRESS, **kinds)
+        if isinstance(kind, tuple):
+            how, text = {"choices": kind, "metavar": "NAME"}, f"{', '.join(kind)}: {text}"
+        else:
+            how = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
+        is_shown = name in EVERYDAY or "--help-all" in argv
+        group.add_argument(f"--{name}", default=default, help=text if is_shown else argparse.SUPPRESS, **how)
     here = parser.add_argument_group("this process")
     run = parser.add_argument_group("the run (fixed by its first learner; everybody else reads it from the bucket)")
     for name, kind, text in RUN_FLAGS:
         key = name.replace("-", "_")
         tiny = f"; tiny: {TINY_DEFAULTS[key]}" if key in TINY_DEFAULTS else ""
-        add(run, name, kind, None, text + (f" (default {RUN_DEFAULTS[key]}{tiny})" if RUN_DEFAULTS[key] is not None else ""))
-    run.add_argument("--mask-truncated", action="store_true", default=None,
-                     help="do not train completions cut at max-tokens" if shows_all else argparse.SUPPRESS)
+        has_default = kind is not bool and RUN_DEFAULTS[key] is not None
+        add(run, name, kind, None, text + (f" (default {RUN_DEFAULTS[key]}{tiny})" if has_default else ""))
     run.add_argument("--reward", action="append", default=[], metavar="SPEC", help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
     for name, kind, default, text in PROCESS_FLAGS:
-        add(here, name, kind, default, text + (f" (default {default})" if default not in (None, "") and name != "token" else ""))
-    here.add_argument("--merge", action="store_true", help="export base and adapter as one model")
-    here.add_argument("--recompute", action="store_true", help="learner: a third slower, a fifth of the memory per token")
-    here.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model" if shows_all else argparse.SUPPRESS)
+        add(here, name, kind, default, text + (f" (default {default})" if default and name != "token" else ""))
     args = parser.parse_args(argv)
     for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
