@@ -540,7 +540,8 @@ class ReplicaServer:
             raise ApiError(400, "logprobs come with /v1/completions only")
         ids = self.prompt_ids(body.get("messages" if is_chat else "prompt"), is_chat)
         top = None if is_chat else take(body, "logprobs", None, high=20)
-        name, samples = await self.sample(body, ids, max(1, self.engine.max_model_len - len(ids)) if is_chat else 16, top or 0)
+        default_tokens = max(1, self.engine.max_model_len - len(ids)) if is_chat else 16   # as OpenAI's
+        name, samples = await self.sample(body, ids, default_tokens, top or 0)
         returned = {"prompt_token_ids": ids} if body.get("return_token_ids") else {}
         choices = []
         for index, one in enumerate(samples):
@@ -687,10 +688,12 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
         others["an older version"] = clean(older)
     away = {what: distance(rows, got) for what, rows in {"the adapter": adapter, **others}.items()}
     nearest = min(away, key=away.get)
-    worst, prompt, token = max(((abs(row[token] - answer[token]), prompt, token) for prompt, (row, answer)
-                                in enumerate(zip(adapter, got)) for token in row.keys() & answer.keys()), default=(math.inf, 0, 0))
-    why = "no token in common"
-    if worst < math.inf:
+    shared = [(prompt, token) for prompt in range(len(got)) for token in adapter[prompt].keys() & got[prompt].keys()]
+    worst, why = math.inf, "no token in common"
+    if shared:
+        gap = lambda at: abs(adapter[at[0]][at[1]] - got[at[0]][at[1]])  # noqa: E731
+        prompt, token = max(shared, key=gap)
+        worst = gap((prompt, token))
         why = f"prompt {prompt} token {token}: expected {adapter[prompt][token]:.4f}, got {got[prompt][token]:.4f}"
     why += f"; nearest is {nearest}, {away[nearest]:.2g} nats away"
     if "float32" in canary.get("dtype", "float32"):
@@ -883,7 +886,8 @@ class Router:
                 try:
                     self.news(*await in_thread(look))
                 except (BucketError, OSError, ValueError, LookupError, TypeError) as error:
-                    trouble = f"{type(error).__name__}: {error} (going on)"
+                    is_early = isinstance(error, NotFound)
+                    trouble = str(error) if is_early else f"bucket: {type(error).__name__}: {error} (going on)"
                 if trouble and trouble != said:
                     log.warning("%s", trouble)
                 said = trouble
