@@ -1024,7 +1024,7 @@ class Learner:
                 have[chunk], sent = self.read_part(part, entry, chunk), chunk
                 takeover_at = time.monotonic() + 2 * (time.monotonic() - began)
             else:
-                wait.tick(f"parts {missing} of step {entry['step']} from {company}", self.args.poll_s)
+                wait.tick(f"parts {missing} of step {entry['step']} from {company}", min(0.1, self.args.poll_s))
 
     def put_part(self, entry: dict, chunk: int, attempt: int, data: bytes, is_applied: bool) -> bool:
         """Writes a part, create-if-absent: False if another's counts; Diverged if this learner has gone on with its own."""
@@ -1037,14 +1037,17 @@ class Learner:
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
         """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
+        found = []
         for key in sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len):  # 002 before 002.1
             chunk, _, attempt = Path(key).name.removesuffix(".safetensors").partition(".")
-            chunk, attempt = int(chunk), int(attempt or 0)
+            if int(chunk) not in have and int(attempt or 0) >= spoilt.get(int(chunk), 0):
+                found.append((key, int(chunk), int(attempt or 0)))
+        for (key, chunk, attempt), data in zip(found, self.pool.map(self.bucket.get, [key for key, _, _ in found])):
             for is_last in (False, True):  # read twice before judging: a transfer may have failed
-                if chunk in have or attempt < spoilt.get(chunk, 0):
+                if chunk in have:
                     break
                 try:
-                    have[chunk] = self.read_part(self.bucket.get(key), entry, chunk)
+                    have[chunk] = self.read_part(self.bucket.get(key) if is_last else data, entry, chunk)
                 except Corrupt as error:
                     if is_last:
                         warn(f"{key} is set aside: {error}")

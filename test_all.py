@@ -4378,6 +4378,16 @@ def test_hugging_face_jobs_are_started_with_the_right_slots_and_all_cancelled():
     args = grpo_async.arguments(roles[2][roles[2].index("--role"):])
     assert (args.bucket, args.max_staleness, args.lora_r) == ("s3://async-grpo/run1", 4, 12)
 
+def test_hugging_face_jobs_are_cancelled_when_the_trainer_fails_and_show_no_secret(tmp_path):
+    """The script for real, against an `hf` that records how it is called."""
+    (tmp_path / "hf").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/log\n[ "$2" = run ] && echo "id$RANDOM"\n[ "$2" != wait ]\n')
+    (tmp_path / "hf").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NAMESPACE": "me", "MODEL": "m", "DATA": "d", "HF_TOKEN": "hf-secret", "GRPO_TOKEN": "grpo-secret", **BUCKET_KEYS}
+    done = subprocess.run(["bash", PEOPLE_ROOT / "examples/hf_jobs.sh"], env=env, text=True, capture_output=True)
+    log = (tmp_path / "log").read_text()
+    assert done.returncode == 1 and re.findall(r"jobs cancel me/id\d+\n", log)[-3:] == log.splitlines(keepends=True)[-3:]
+    assert not re.search(f"hf-secret|grpo-secret|{BUCKET_KEYS['AWS_SECRET_ACCESS_KEY']}", log + done.stderr)
+
 def test_the_commands_of_hf_jobs_are_accepted_by_the_real_cli():
     click, cli = pytest.importorskip("click"), pytest.importorskip("huggingface_hub.cli.hf")
     for words in people_dry_run():
@@ -4522,7 +4532,7 @@ def people_data(folder, **columns):
     (2, "unrecognized arguments: --stepz 3; try --help", "--stepz 3"), (2, "--task: invalid choice: 'foo'", "--task foo"), (2, "--group-size must be at least 2", "--group-size 1"),
     (2, "missing.jsonl: .*No such file", "--data {at}/missing.jsonl --task math"), (2, "want s3://bucket/prefix", "--bucket s3://"), (2, "address 'ftp://x'", "--bucket ftp://x"),
     (1, "Not a directory", "--bucket {at}/d.jsonl"), (1, "/proc/nope/probe: this folder cannot be made", "--bucket /proc/nope"),
-    (2, "no_such_folder on cpu: .*no_such_folder", "--model {at}/no_such_folder"), (2, "cut on cpu: Error while deserializing", "--model {models}/cut"),
+    (2, "no_such_folder: there is no such folder", "--model {at}/no_such_folder"), (2, "cut on cpu: Error while deserializing", "--model {models}/cut"),
     (2, "no_weights on cpu: .*model.safetensors", "--model {models}/no_weights"), (2, "tokenizer of another model", "--model {models}/other_tokenizer"),
     (2, "--max-tokens add up to 516, the context of .* is 256", "--model {models}/whole --max-tokens 500"), (2, "on cuda: .*CUDA", "--model {models}/whole --device cuda"),
     (2, "no such linear layer", "--model {models}/whole --target-modules nope"), (2, "column named answer; got columns", "--model {models}/whole --data {at}/nocolumn.jsonl"),
@@ -4541,6 +4551,10 @@ def test_a_users_mistake_is_one_line_that_says_what_to_do(code, says, flags, grp
     assert learner.end() == code, learner.text
     lines = [line for line in learner.lines if not line.startswith("start ")]
     assert len(lines) == 1 and re.search(says.format(at=tmp_path), lines[0]), learner.text
+
+def test_running_out_of_gpu_memory_is_recognised():
+    assert grpo_async.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert not grpo_async.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) and not grpo_async.is_out_of_memory(ValueError("out of memory"))
 
 def test_a_model_without_a_pad_token_trains(grpo_start, people_models, tmp_path):
     learner = grpo_start("--role", "learner", "--bucket", tmp_path / "b", "--model", people_models / "no_pad", "--data", people_data(tmp_path), "--max-tokens", 7,

@@ -29,8 +29,8 @@ run() {  # prints a command; runs it unless DRY_RUN
 }
 
 jobs_started=()
-finish() {
-  for job in "${jobs_started[@]}"; do run hf jobs cancel "$NAMESPACE/$job" >/dev/null || true; done
+finish() {  # subtle: to the bash of macOS an empty array is "unbound"
+  for job in ${jobs_started[@]+"${jobs_started[@]}"}; do run hf jobs cancel "$NAMESPACE/$job" >/dev/null || true; done
 }
 trap finish EXIT
 
