@@ -669,7 +669,8 @@ class Sampler:
         with self._changed:
             return {**self._counts, "running": len(self.rows), "waiting": len(self.waiting), "is_paused": self.is_paused,
                     "versions": list(self._versions), "free_slots": len(self._free_slots()),
-                    "kv_tokens": sum(row.length for row in self.rows), "kv_bytes": self.key_values.own.nbytes + self.key_values.copies.nbytes}
+                    "kv_tokens": sum(row.length for row in self.rows),
+                    "kv_bytes": sum(slab.nbytes for slab in (self.key_values.own, self.key_values.copies))}
 
     # The loop
 
