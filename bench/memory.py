@@ -9,7 +9,7 @@ where nothing is shared. The steps are those of bench/learner_step.py; fp32.
 Each measurement is a process of its own: VmHWM (the largest resident set so far) after the step, and in brackets what the step added
 to the resident set of torch, model and adapter. Steps of the padded kind over --limit-gb are left out, by the estimate of twice the last.
 
-whole logits   the padded step takes them as TRL did until its chunked head; TRL 1.16 holds them in tiles of [4096, 8192] instead.
+whole logits   the padded step takes them as TRL did until its chunked head; TRL 1.16 holds them in tiles of at most [4096, 32768] instead.
 
 Needs peft beside the project's requirements, and Linux.
 """
