@@ -128,7 +128,7 @@ def checks(result: dict, ours: dict | None) -> list[tuple[str, bool, str]]:
     away = set(range(result["killed_at"], len(steps))) if "killed_at" in result else set()
     is_right = not missed[result["urls"][1]] and set(missed[result["urls"][0]]) <= away
     found.append((f"{name}: every version passed the canary on both replicas", is_right, "; ".join(
-        f"{len(versions) - len(m)} of {len(versions)}" + (f", came and went while it was away: {m}" if m else "") for m in missed.values())))
+        f"{len(versions) - len(m)} of {len(versions)}" + (f" ({len(m)} of {min(m)} to {max(m)} came and went while it was away)" if m else "") for m in missed.values())))
     if "killed_at" in result:
         its, others = watcher.returned[result["urls"][0]]
         found.append((f"{name}: killed at step {result['killed_at']}, back with all live versions before traffic", bool(its) and its >= others,
