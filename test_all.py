@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import errno
 import fcntl
 import functools
 import hashlib
@@ -4330,6 +4331,13 @@ def test_the_readme_links_to_files_and_headings_that_exist():
     assert len(links) >= 10 and [link for link in links if not link.startswith("http") and not (PEOPLE_ROOT / link).is_file()] == []
     anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", PEOPLE_README, re.M)}
     assert [a for a in re.findall(r"\]\(#([^)]+)\)", PEOPLE_README) if a not in anchors] == []
+
+def test_the_errors_in_the_readme_are_those_that_are_said():
+    files = "".join((PEOPLE_ROOT / name).read_text() for name in ("grpo_async.py", "bucket.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", files) + os.strerror(errno.EADDRINUSE).lower() + os.strerror(errno.ENOSPC)
+    table = PEOPLE_README.partition("## When it says error")[2].partition("## ")[0]
+    phrases = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    assert len(phrases) >= 10 and [p for p in phrases if max(re.split(r"warning: |--task math| --lora-r|…|[\d.]+", p), key=len).strip() not in said] == []
 
 def test_the_readmes_python_snippets_do_what_they_say(grpo_finished, tmp_path):
     """Its lines to trackio and to TensorBoard get the run's numbers (the packages are stand-ins, their calls are real);
