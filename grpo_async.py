@@ -32,6 +32,7 @@ Divergence"   [6] AdamW: Loshchilov & Hutter 2019, arXiv:1711.05101
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import errno
 import hashlib
@@ -149,10 +150,12 @@ def crash_point(name: str, step: int) -> None:
 
 
 class Wait:
-    """A wait that is never silent: says what it waits for after 5 s, then every 15 s, and gives up at its limit."""
+    """A wait that is never silent: says what it waits for after 5 s, then every 15 s, and gives up at its limit.
 
-    def __init__(self, limit_s: float):
-        self.start, self.limit_s, self.next_word_s = time.monotonic(), limit_s, 5.0
+    What is awaited mostly comes soon: the first look follows after a `share` of the pause, each later one 1.5 times as late."""
+
+    def __init__(self, limit_s: float, share: float = 0.2):
+        self.start, self.limit_s, self.next_word_s, self.share = time.monotonic(), limit_s, 5.0, share
 
     def tick(self, what: str, pause_s: float) -> None:
         """Pauses. BucketError when the limit (seconds; 0 is none) has passed."""
@@ -162,7 +165,8 @@ class Wait:
         if waited > self.next_word_s:
             self.next_word_s += 15
             tell(f"waiting {waited:.0f} s for {what}", sys.stderr)
-        time.sleep(pause_s)
+        time.sleep(pause_s * self.share)
+        self.share = min(1.0, 1.5 * self.share)
 
 
 # ---------------------------------------------------------------- 1. Tasks and rewards
@@ -810,9 +814,9 @@ class Learner:
         self.unmoved = self.queue_groups = self.place = self.decided = 0
         self.look_sent, self.has_swept, self.canary_base, self.mismatch = None, False, None, None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
-        self.member.update(steps=args.steps)
+        self.member.update(steps=args.steps, behind=2)
         self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
-        self.company, self.pace_s, self.is_alone = [self.id], 0.0, False  # pace: seconds per trained token; 0 is unknown
+        self.company, self.pace_s, self.is_alone, self.is_warm = [self.id], 0.0, False, False  # pace: seconds per trained token; 0 is unknown
 
     # ---- start and recovery
 
@@ -827,6 +831,7 @@ class Learner:
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
         self.consumed = self.log.named(oldest + 1, newest)
         self.load_checkpoint(newest)
+        self.member.update(behind=newest - self.state.step)
         self.look()  # at all groups that lie there, while all that they can be named by is known
         if newest:
             say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
@@ -872,6 +877,8 @@ class Learner:
         if attempt > 3:
             raise BucketError(f"{problem}; folding again did not help")
         self.decided = 0
+        with contextlib.suppress(Diverged, Lost):
+            self.behind.landed()  # what failed with the state that is given up
         self.load_checkpoint(self.state.step - (attempt - 1) * self.run["checkpoint_steps"])
 
     # ---- groups and entries
@@ -890,6 +897,9 @@ class Learner:
                 self.refused[key] = group
                 self.member.update(set_aside=list(self.refused))
                 warn(f"{key} is set aside: {group}")
+        if self.place:  # whoever cleans remembers what it deletes; the others only what a look could still list
+            oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
+            self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest}
         self.look_sent = self.pool.submit(self.look_once)
 
     def look_once(self) -> list[tuple[str, Group | str]]:
@@ -905,9 +915,10 @@ class Learner:
         return list(zip(new, self.pool.map(self.try_group, new)))
 
     def find_company(self) -> list[str]:
-        """Ids of the learners among whom a step is divided, in order: those alive, but for any that needs three times
-        as long for a token as the fastest."""
-        pace_s = {i: m.get("pace_s", 0.0) for i, m in self.learners.poll(1.0).items()} | {self.id: self.pace_s}
+        """Ids of the learners among whom a step is divided, in order: those alive and at the end of the log, but for
+        any that needs three times as long for a token as the fastest."""
+        living = {i: m for i, m in self.learners.poll(1.0).items() if m.get("behind", 0) < 2}
+        pace_s = {i: m.get("pace_s", 0.0) for i, m in living.items()} | {self.id: self.pace_s}
         limit = 3 * min((s for s in pace_s.values() if s), default=0.0)
         return sorted(i for i, s in pace_s.items() if s <= limit)
 
@@ -983,7 +994,8 @@ class Learner:
                 f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}"), self.args.poll_s)
             if self.place and time.monotonic() - wait.start > 2:  # the learner that publishes for all may have died
                 self.publish()
-                self.landed()
+            if self.place or (self.behind.last and self.behind.last.done()):
+                self.landed()  # a write that failed may be why no groups come
             self.look()
         if entry["digest_before"] != self.digest:
             raise Diverged(f"entry {step} was written on state {entry['digest_before'][:12]}, this learner has {self.digest[:12]}")
@@ -996,8 +1008,8 @@ class Learner:
     def gather(self, entry: dict) -> list[tuple]:
         """(tensors, header) of every part of a step: those that others wrote, and those computed here.
 
-        Computes its own chunks first; then it waits twice the time these took before it takes over what the slow and
-        the dead have left. A chunk computed twice is harmless: the first valid part counts."""
+        Computes its own chunks first; then it waits as long as the last of them took before it takes over what the slow
+        and the dead have left. A chunk computed twice is harmless: the first valid part counts."""
         n, company, began = len(entry["chunks"]), self.company, time.monotonic()
         self.is_alone = company == [self.id] and entry["step"] == self.decided  # then nobody else can have written a part
         if not self.is_alone:
@@ -1006,7 +1018,7 @@ class Learner:
         own = [c for c in range(n) if c * len(company) // n == self.place]
         order = list(dict.fromkeys(own + [(c + max(0, self.place)) % n for c in range(n)]))
         have, spoilt, sent, wait = {}, {}, None, Wait(self.args.wait_s)
-        takeover_at = began + 2 * self.pace_s * entry["update"]["trained_tokens"] / n
+        takeover_at = began + (self.pace_s * entry["update"]["trained_tokens"] / n or proxy.DEAD_S)
         while True:
             if not self.is_alone:
                 self.collect(entry, have, spoilt)
@@ -1022,7 +1034,7 @@ class Learner:
                     have.pop(sent, None)
                 self.behind.write(self.put_part, entry, chunk, spoilt.get(chunk, 0), part, self.is_alone)
                 have[chunk], sent = self.read_part(part, entry, chunk), chunk
-                takeover_at = time.monotonic() + 2 * (time.monotonic() - began)
+                takeover_at = 2 * time.monotonic() - began
             else:
                 wait.tick(f"parts {missing} of step {entry['step']} from {company}", min(0.1, self.args.poll_s))
 
@@ -1078,9 +1090,11 @@ class Learner:
         is_checked = chunk == 0 and step % 10 == 1 and len(set(groups[0].versions)) == 1
         fetched = self.pool.submit(self.bucket.fetch, f"adapters/v{groups[0].versions[0]:06d}") if is_checked else None
         grads, sums = chunk_gradient(self.policy, groups, self.run, entry["update"], self.args.token_budget)
-        if sums["trained_tokens"]:
+        # Neither the first chunk (which compiles) nor one of mostly equal groups tells how fast this learner is.
+        if self.is_warm and sums["trained_tokens"] * 2 * len(entry["chunks"]) > entry["update"]["trained_tokens"]:
             now_s = (time.monotonic() - began) / sums["trained_tokens"]
-            self.pace_s = 0.8 * self.pace_s + 0.2 * now_s if self.pace_s else now_s
+            self.pace_s = 0.7 * self.pace_s + 0.3 * now_s if self.pace_s else now_s
+        self.is_warm = True
         is_finite = all(bool(g.isfinite().all()) for g in grads.values())
         if not is_finite:
             warn(f"the gradient of chunk {chunk} of step {step} is not finite: the step will change nothing")
@@ -1114,8 +1128,8 @@ class Learner:
         step, run = self.state.step, self.run
         version = policy_version(step, run)
         prefix = f"adapters/v{version:06d}"
-        if not is_new and any(self.bucket.list(prefix + "/manifest.json")):
-            return
+        if step % run["sync_steps"] or (not is_new and any(self.bucket.list(prefix + "/manifest.json"))):
+            return  # a version is the state of one step only
         files = lora.adapter_files(self.state.adapter, run["lora_r"], run["lora_alpha"], run["target_modules"], run["model"])
         self.behind.write(crash_point, "during-publish", step)
         self.behind.write(self.bucket.publish, prefix, files, {
@@ -1142,14 +1156,21 @@ class Learner:
 
         Returns the deleted groups, and those too old to be listed any more that no entry names: the next entry drops them."""
         run, version, log = self.run, policy_version(state.step, self.run), Log(self.bucket, self.run)
-        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < state.step and json.loads(self.bucket.get(
-            f"checkpoints/{s:06d}/manifest.json")).get("digest") == log.read(s + 1)["digest_before"]]
+
+        def is_confirmed(step):
+            try:
+                manifest = json.loads(self.bucket.get(f"checkpoints/{step:06d}/manifest.json"))
+                return manifest.get("digest") == log.read(step + 1)["digest_before"]
+            except NotFound:  # another learner cleans, too
+                return False
+        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < state.step and is_confirmed(s)]
         floor, oldest = kept[-2] if len(kept) > 1 else 0, version - run["max_staleness"]
         gone = [k for k, t in consumed.items() if t <= floor]
-        late, swept = self.sweep(oldest, state.step, consumed, log)
+        late, swept = self.sweep(oldest, floor, state.step, consumed, log)
         for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
             late += [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]
         for role, members in (("learner", self.learners), ("actor", self.actors)):
+            members.poll(1.0)  # silence is counted from the last look
             late += [f"members/{role}-{i}.json" for i, silent_s in members.missing().items() if silent_s > 60]
         with ThreadPoolExecutor(8) as pool:  # of its own: a look at the bucket must not stand behind a thousand deletions
             list(pool.map(self.bucket.delete, gone + late))
@@ -1158,14 +1179,14 @@ class Learner:
                 self.bucket.delete_prefix(f"adapters/v{v:06d}")
         return [k for k in gone if number_in(k) < oldest], swept  # younger: a late duplicate could still be listed
 
-    def sweep(self, oldest: int, step: int, consumed: dict, log: Log) -> tuple[list[str], dict[str, str]]:
+    def sweep(self, oldest: int, floor: int, step: int, consumed: dict, log: Log) -> tuple[list[str], dict[str, str]]:
         """Of the groups too old to be listed: late duplicates of those that an entry did name, and drops to record."""
         run, late, swept = self.run, [], {}
         for key in [k for k in self.bucket.list("groups/") if number_in(k) < oldest and k not in consumed]:
             v = number_in(key)
             last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
-            if key in log.named(v * run["sync_steps"] + 1, min(step, last)):
-                late.append(key)
+            if named_at := log.named(v * run["sync_steps"] + 1, min(step, last)).get(key):
+                late += [key] * (named_at <= floor)
             else:
                 swept[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
         return late, swept
@@ -1232,13 +1253,10 @@ class Learner:
         if entry["publish"] and step >= self.log.newest and self.place == 0:
             self.publish(self.is_alone)
         self.log.entries.pop(step - 1, None)
-        self.pace_s *= 0.997  # forgets: who was slow for a while is given a chunk again
-        self.member.update(pace_s=self.pace_s)
+        self.pace_s *= 0.99  # forgets: who was slow for a while is given a chunk again
+        self.member.update(pace_s=self.pace_s, behind=self.log.newest - step)
         if self.place == 0:
             self.keep(step)
-        else:  # the learner that cleans deletes the objects; what is too old to be listed need not be remembered here
-            oldest = policy_version(step, run) - run["max_staleness"]
-            self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest}
         self.clock["sync_s"] += time.monotonic() - began_sync
         step_s = time.monotonic() - began
         self.metrics = step_metrics(entry, [header["sums"] for _, header in parts], grad_norm, run) | {
@@ -1495,8 +1513,10 @@ class Actor:
             threading.Thread(target=self.worker, daemon=True).start()
         wait = Wait(self.args.wait_s)
         while not self.is_done and not self.failure:
+            newest = self.log.newest
             self.look()
-            wait = Wait(self.args.wait_s) if self.version >= 0 else wait
+            if self.version >= 0:
+                wait = Wait(self.args.wait_s, 0.2 if self.log.newest > newest else wait.share)
             wait.tick("a sampler that serves a version of the policy", self.args.poll_s)
         with self.lock:
             self.is_done = True
@@ -1520,7 +1540,7 @@ class Actor:
         set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
             self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
-            self.mine -= before & listed
+            self.mine = {k for k in self.mine - (before & listed) if number_in(k) >= oldest}
             self.waiting = {k for k in listed | self.mine if k not in self.consumed and k not in set_aside and number_in(k) >= oldest}
             self.elsewhere, self.version = sum(m.get("inflight", 0) for m in others), version
             self.is_done = self.is_done or newest >= steps
