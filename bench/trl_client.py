@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer [1] on a CPU. bench/with_trl.py and bench/whole_system.py start it, with the Python of TRL's environment:
+"""TRL's AsyncGRPOTrainer [1] on a CPU. bench/with_trl.py and bench/whole_system.py start it, in TRL's environment:
 
     python bench/trl_client.py --server URL --model FOLDER --out DIR [--data FILE.jsonl] [--steps N] …
 
@@ -38,7 +38,7 @@ PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def prepared_tokenizer(folder: str):
-    """The model's tokenizer, and what TRL asks of one whose chat template it does not know: how a reply begins and ends."""
+    """The model's tokenizer; and, as TRL does not know its chat template, how a reply begins and ends."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     start = "<|im_start|>assistant\n" if tokenizer.chat_template else "="
     tokenizer.chat_template = tokenizer.chat_template or PLAIN
@@ -49,14 +49,13 @@ def prepared_tokenizer(folder: str):
 
 def segment_attention(module, query, key, value, attention_mask, *, tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k,
                       scaling=None, **_):
-    """Each segment of the tree attends to the keys on its path from the root, of which its own tokens are the last."""
-    out = []
-    for q0, q1, k0, k1 in zip(*(x.tolist() for x in (tree_cu_seqlens_q[:-1], tree_cu_seqlens_q[1:], tree_cu_seqlens_k[:-1],
-                                                     tree_cu_seqlens_k[1:]))):
+    """Each segment of the tree attends to the keys on its path from the root; its own tokens are the last of them."""
+    out, q, k = [], tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
+    for q0, q1, k0, k1 in zip(q, q[1:], k, k[1:]):
         path = tree_kv_index[k0:k1]
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
-        out.append(F.scaled_dot_product_attention(query[:, :, q0:q1], key[:, :, path], value[:, :, path], attn_mask=mask,
-                                                  scale=scaling, enable_gqa=True))
+        out.append(F.scaled_dot_product_attention(query[:, :, q0:q1], key[:, :, path], value[:, :, path],
+                                                  attn_mask=mask, scale=scaling, enable_gqa=True))
     return torch.cat(out, 2).transpose(1, 2), None  # [1, tokens, heads, width]
 
 
@@ -82,7 +81,8 @@ class Report(TrainerCallback):
     """One JSON line per step."""
 
     def on_log(self, args, state, control, logs=None, **_):
-        print(json.dumps({"step": state.global_step, "unix_s": time.time(), **{k: v for k, v in logs.items() if v is not None}}), flush=True)
+        known = {name: value for name, value in logs.items() if value is not None}
+        print(json.dumps({"step": state.global_step, "unix_s": time.time(), **known}), flush=True)
 
     def on_train_begin(self, args, state, control, **_):
         print(json.dumps({"begin": state.global_step, "unix_s": time.time()}), flush=True)
@@ -100,12 +100,13 @@ def arguments() -> argparse.Namespace:
     for name in ("server", "model", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--data", default="", help="JSON lines with chat prompts and an answer; default: the tiny addition")
-    for name, default in (("steps", 10), ("rollouts", 64), ("max-tokens", 7), ("rank", 8), ("staleness", 2), ("save-steps", 5), ("warmup-steps", 0)):
+    for name, default in (("steps", 10), ("rollouts", 64), ("max-tokens", 7), ("rank", 8), ("staleness", 2),
+                          ("save-steps", 5), ("warmup-steps", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in (("alpha", 16.0), ("lr", 5e-3)):
         parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--resume", default=None, metavar="CHECKPOINT")
-    parser.add_argument("--die-in-pause", type=int, default=0, metavar="N", help="SIGKILL itself inside the N-th sync's pause")
+    parser.add_argument("--die-in-pause", type=int, default=0, metavar="N", help="SIGKILL itself in the N-th sync")
     return parser.parse_args()
 
 
@@ -121,13 +122,16 @@ def main() -> None:
             load(self, name, path, **kwargs)
         trainer_module.VLLMClient.load_lora_adapter = load_or_die
     config = AsyncGRPOConfig(
-        args.out, max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.warmup_steps, save_steps=args.save_steps, seed=0,
+        args.out, max_steps=args.steps, save_steps=args.save_steps, seed=0,
+        learning_rate=args.lr, warmup_steps=args.warmup_steps,
         # TRL's fixed batch: this many rollouts a step, in one forward; no recomputation; fp32, as the samplers.
-        per_device_train_batch_size=args.rollouts, token_budget=0, gradient_checkpointing=False, bf16=False, use_cpu=True,
+        per_device_train_batch_size=args.rollouts, token_budget=0, gradient_checkpointing=False, bf16=False,
+        use_cpu=True,
         num_generations=8, max_completion_length=args.max_tokens, max_staleness=args.staleness, epsilon_high=0.28,
         vllm_server_base_url=args.server, report_to="none", disable_tqdm=True)
     trainer = AsyncGRPOTrainer(
-        args.model, reward_funcs=math_reward if args.data else add_reward, args=config, processing_class=prepared_tokenizer(args.model),
+        args.model, reward_funcs=math_reward if args.data else add_reward, args=config,
+        processing_class=prepared_tokenizer(args.model),
         train_dataset=Dataset.from_list(rows(args.data)).shuffle(seed=0), callbacks=[Report()],
         peft_config=LoraConfig(r=args.rank, lora_alpha=args.alpha, target_modules="all-linear"))
     print(json.dumps({"adapter_only_sync": trainer._lora_sync}), flush=True)

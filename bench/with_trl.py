@@ -2,13 +2,13 @@
 
     python bench/with_trl.py            # 4 minutes on two cores, after TRL's environment is made (1.5 GB, once)
 
-TRL runs in an environment of its own (bench/peers.py, bench/trl_client.py) and takes the proxy for a vLLM server. Four things
-are looked at, one after the other, against the same two samplers:
+TRL runs in an environment of its own (bench/peers.py, bench/trl_client.py) and takes the proxy for a vLLM server. Four
+things are looked at, one after the other, against the same two samplers:
 
-    train     10 steps with a sync at each: only the adapter is sent; the ratio says that the samplers serve what TRL trained
-    resume    from the checkpoint of step 5, while the samplers still hold the adapters of steps 6 to 10 under the same names
+    train     10 steps with a sync at each: the adapter alone is sent; ratio: the samplers serve what TRL trained
+    resume    from the checkpoint of step 5; the samplers still hold the adapters of steps 6 to 10, under the same names
     kill      a fresh client is killed (SIGKILL) between /pause and /resume: nobody may stay paused
-    again     after that, a new run that counts its versions from 1 again trains 10 steps, though the samplers' slots are full
+    again     a new run, counting its versions from 1 again, trains 10 steps, though the samplers' slots are full
 
 Exit 0 if every line of the table at the end says ok.
 """
@@ -30,7 +30,8 @@ def client(run: peers.Processes, name: str, url: str, bucket: Path, *flags) -> l
     """Runs TRL to its end; the JSON objects that it printed."""
     # The samplers read adapters only from inside their bucket's folder.
     run.start(name, [peers.environment("trl"), "bench/trl_client.py", "--server", url, "--model", bucket / "base",
-                     "--out", bucket / "trl" / name.split("-")[0], "--steps", STEPS, "--save-steps", SAVED, "--lr", "5e-5", *flags])
+                     "--out", bucket / "trl" / name.split("-")[0], "--steps", STEPS, "--save-steps", SAVED,
+                     "--lr", "5e-5", *flags])
     run.running[name].wait(300)
     return [json.loads(line) for line in run.log(name).splitlines() if line.startswith("{\"")]
 
@@ -44,11 +45,13 @@ def judge(name: str, said: list[dict], first: int) -> list[tuple[str, bool, str]
     steps = [row for row in said if "ratio" in row]
     off = [abs(row["ratio"] - 1) for row in steps] or [float("nan")]
     syncs = [row["perf/weight_sync_s"] for row in steps]
+    is_whole = [row["step"] for row in steps] == list(range(first, STEPS + 1))
     return [
         (f"{name}: TRL chose to sync the adapter alone", said[0] == {"adapter_only_sync": True}, str(said[0])),
-        (f"{name}: steps {first} to {STEPS}, a sync at each", [row["step"] for row in steps] == list(range(first, STEPS + 1)) and len(syncs) == len(steps),
+        (f"{name}: steps {first} to {STEPS}, a sync at each", is_whole,
          f"{len(steps)} steps, sync {sorted(syncs)[len(syncs) // 2]:.2f} s (median)" if syncs else "none"),
-        (f"{name}: ratio within 1e-4 of 1 on the first step, 5e-3 after", off[0] <= 1e-4 and max(off) <= 5e-3, f"{off[0]:.1g}, {max(off):.2g}")]
+        (f"{name}: ratio within 1e-4 of 1 on the first step, 5e-3 after", off[0] <= 1e-4 and max(off) <= 5e-3,
+         f"{off[0]:.1g}, {max(off):.2g}")]
 
 
 def main() -> int:
@@ -58,11 +61,13 @@ def main() -> int:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         peers.tiny_base(bucket)
         # Samplers want a run; a learner makes one, and is not needed after that.
-        run.script("learner", "grpo_async.py", "--role", "learner", "--bucket", bucket, "--steps", 1, "--eval-steps", "-1")
+        run.script("learner", "grpo_async.py", "--role", "learner", "--bucket", bucket, "--steps", 1,
+                   "--eval-steps", "-1")
         run.wait("learner", "ready role=learner", 120)
         run.kill("learner")
         for name, port in zip(("sampler-0", "sampler-1"), ports):
-            run.script(name, "grpo_async.py", "--role", "sampler", "--bucket", bucket, "--listen", f"127.0.0.1:{port}")
+            run.script(name, "grpo_async.py", "--role", "sampler", "--bucket", bucket,
+                       "--listen", f"127.0.0.1:{port}")
         for name in ("sampler-0", "sampler-1"):
             run.wait(name, "ready role=sampler", 120)
         run.script("proxy", "proxy.py", "--replica", urls[0], "--replica", urls[1], "--adapter-dir", bucket / "trl",

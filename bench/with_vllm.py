@@ -3,10 +3,10 @@
 Three runs of the default task, equal but for who samples (and how long):
 
     ours      two of our samplers: the reward to compare with
-    folder    two vLLM servers that read the file bucket; one of them is killed (SIGKILL) after a quarter of the steps and started again
-    mirror    two vLLM servers; the bucket is an S3 store (`bucket.py serve`), and `bucket.py mirror` brings them the adapters
+    folder    two vLLM servers read the file bucket; one is killed (SIGKILL) after a quarter of the steps and restarted
+    mirror    two vLLM servers; the bucket is an S3 store (`bucket.py serve`); `bucket.py mirror` brings the adapters
 
-A watcher reads the proxy's /metrics ten times a second: which replica is ready, and for which versions it passed the canary.
+A watcher reads the proxy's /metrics ten times a second: who is ready, and for which versions it passed the canary.
 Exit 0 if every line of the table at the end says ok.
 """
 import argparse
@@ -26,12 +26,13 @@ S3 = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "AW
 
 
 class Watcher(threading.Thread):
-    """What the proxy says of its replicas: `proven` {url: versions ever served}, `now` {url: versions, if it is ready}."""
+    """What the proxy says of its replicas: `proven` {url: versions ever served}, `now` {url: versions, if ready},
+    `returned` {url: (its versions, the others') when it last became ready}."""
 
     def __init__(self, proxy: str):
         super().__init__(daemon=True)
         self.proxy, self.proven, self.now, self.finished = proxy, {}, {}, threading.Event()
-        self.returned: dict[str, tuple[set[int], set[int]]] = {}  # url: (its versions, the others') when it became ready again
+        self.returned: dict[str, tuple[set[int], set[int]]] = {}
 
     def run(self) -> None:
         while not self.finished.wait(0.1):
@@ -61,17 +62,20 @@ def train(name: str, args, folder: Path) -> dict:
             address, env = f"{urls[3]}/{name}", S3
             run.script("mirror", "bucket.py", "mirror", address, folder / "mirrored", "--every-s", "0.2", **env)
             proxy_flags = ["--adapter-dir", folder / "mirrored"]
-        run.script("learner", "grpo_async.py", "--role", "learner", "--bucket", address, "--steps", args.steps if name == "folder" else SHORT_STEPS,
-                   "--groups-per-step", args.groups, "--lr-schedule", "constant", "--eval-steps", "-1", **env)
+        run.script("learner", "grpo_async.py", "--role", "learner", "--bucket", address, "--eval-steps", "-1",
+                   "--steps", args.steps if name == "folder" else SHORT_STEPS,
+                   "--groups-per-step", args.groups, "--lr-schedule", "constant", **env)
         for server, url, port in zip(servers, urls, ports):
             if name == "ours":
-                run.script(server, "grpo_async.py", "--role", "sampler", "--bucket", address, "--listen", f"127.0.0.1:{port}")
+                run.script(server, "grpo_async.py", "--role", "sampler", "--bucket", address,
+                           "--listen", f"127.0.0.1:{port}")
             else:
                 run.start(server, peers.vllm_command(base, port), **peers.VLLM_ENV)
                 proxy_flags += ["--replica", url]
         for server in servers:
             run.wait(server, "ready role=sampler|Application startup complete", 300)
-        run.script("proxy", "grpo_async.py", "--role", "proxy", "--bucket", address, "--listen", f"127.0.0.1:{ports[2]}", *proxy_flags, **env)
+        run.script("proxy", "grpo_async.py", "--role", "proxy", "--bucket", address,
+                   "--listen", f"127.0.0.1:{ports[2]}", *proxy_flags, **env)
         run.wait("proxy", "ready role=proxy", 60)
         watcher, began = Watcher(urls[2]), time.monotonic()
         watcher.start()
@@ -83,11 +87,12 @@ def train(name: str, args, folder: Path) -> dict:
         watcher.finished.set()
         text, logs = run.log("learner"), {each: run.log(each) for each in ("actor", "proxy", servers[0])}
     summary = dict(word.split("=", 1) for word in re.search(r"^summary (.*)", text, re.M)[1].split())
-    return {"name": name, "steps": peers.lines(text), "summary": summary, "wall_s": wall_s, "urls": urls[:2], "watcher": watcher, "logs": logs, **fall}
+    return {"name": name, "steps": peers.lines(text), "summary": summary, "wall_s": wall_s, "urls": urls[:2],
+            "watcher": watcher, "logs": logs, **fall}
 
 
 def kill_and_restart(run: peers.Processes, server: str, url: str, base: Path, step: int) -> dict:
-    """SIGKILL to a vLLM after a step, and the same command again. vLLM starts slowly: the rest of the run must last longer than that."""
+    """SIGKILL to a vLLM after a step, and the same command again. The rest of the run must last longer than its start."""
     run.wait("learner", rf"^step={step} ", 600)
     run.kill(server)
     down = time.monotonic()
@@ -109,16 +114,17 @@ def checks(result: dict, ours: dict | None) -> list[tuple[str, bool, str]]:
     rewards = [float(s["reward"]) for s in steps]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
     mismatch = max(float(s["mismatch"]) for s in steps)
-    found = [(f"{name}: reward rises by at least 0.3", last - first >= 0.3, f"{first:.3f} -> {last:.3f} in {len(steps)} steps, {result['wall_s']:.0f} s")]
+    found = [(f"{name}: reward rises by at least 0.3", last - first >= 0.3,
+              f"{first:.3f} -> {last:.3f} in {len(steps)} steps, {result['wall_s']:.0f} s")]
     if ours:
-        theirs, same = ([float(s["reward"]) for s in each["steps"][SHORT_STEPS - 5:SHORT_STEPS]] for each in (ours, result))
-        gap = abs(sum(same) - sum(theirs)) / 5
-        found.append((f"{name}: reward of steps {SHORT_STEPS - 4} to {SHORT_STEPS} within 0.05 of our samplers'", gap <= 0.05, f"{sum(same) / 5:.3f} and {sum(theirs) / 5:.3f}"))
+        a, b = (sum(float(s["reward"]) for s in each["steps"][SHORT_STEPS - 5:SHORT_STEPS]) / 5 for each in (result, ours))
+        found.append((f"{name}: reward of steps {SHORT_STEPS - 4} to {SHORT_STEPS} within 0.05 of our samplers'",
+                      abs(a - b) <= 0.05, f"{a:.3f} and {b:.3f}"))
     found.append((f"{name}: mismatch at most 2e-3", mismatch <= 2e-3, f"{mismatch:.2g} nats a token at most"))
-    number = {key: int(float(summary[f"groups_{key}"])) for key in ("written", "trained", "equal", "dropped", "pending")}
+    written, *kinds = (int(float(summary[f"groups_{key}"])) for key in ("written", "trained", "equal", "dropped", "pending"))
     left_out = re.search(r"rollouts_left_out=(\d+)", result["logs"]["actor"])[1]
-    is_whole = number["written"] == sum(number[key] for key in ("trained", "equal", "dropped", "pending")) and left_out == "0"
-    found.append((f"{name}: every group is accounted for, no rollout is lost", is_whole, f"{number}, left out {left_out}"))
+    found.append((f"{name}: every group is accounted for, no rollout is lost", written == sum(kinds) and left_out == "0",
+                  "{} groups: {} trained, {} equal, {} dropped, {} pending; {} rollouts left out".format(written, *kinds, left_out)))
     if name == "ours":
         return found
     refused = re.findall(r"does not serve .*canary.*", result["logs"]["proxy"])
@@ -128,14 +134,16 @@ def checks(result: dict, ours: dict | None) -> list[tuple[str, bool, str]]:
     away = set(range(result["killed_at"], len(steps))) if "killed_at" in result else set()
     is_right = not missed[result["urls"][1]] and set(missed[result["urls"][0]]) <= away
     found.append((f"{name}: every version passed the canary on both replicas", is_right, "; ".join(
-        f"{len(versions) - len(m)} of {len(versions)}" + (f" ({len(m)} of {min(m)} to {max(m)} came and went while it was away)" if m else "") for m in missed.values())))
+        f"{len(versions) - len(m)} of {len(versions)}" + (f" ({min(m)} to {max(m)} came and went while it was away)" if m else "")
+        for m in missed.values())))
     if "killed_at" in result:
         its, others = watcher.returned[result["urls"][0]]
-        found.append((f"{name}: killed at step {result['killed_at']}, back with all live versions before traffic", bool(its) and its >= others,
-                      f"away {result['restart_s']:.0f} s; came back with {sorted(its)}, the other had {sorted(others)}"))
+        found.append((f"{name}: killed at step {result['killed_at']}, back with all live versions before traffic",
+                      bool(its) and its >= others,
+                      f"away {result['restart_s']:.0f} s; had {sorted(its)}, the other one {sorted(others)}"))
         canaries = 8 * (len(steps) - max(others))
         asked = completions(result["logs"]["replica-0"]) - result["asked_before"] - canaries
-        found.append((f"{name}: it takes part again", asked > 0, f"{asked} requests after its return, {canaries} canaries aside"))
+        found.append((f"{name}: it takes part again", asked > 0, f"{asked} requests, {canaries} canaries aside"))
     return found
 
 
@@ -152,7 +160,8 @@ def main() -> int:
             result = train(name, args, (args.keep or Path(temp)).resolve())
             rewards = [float(s["reward"]) for s in result["steps"]]
             print(f"{name}: reward by step {' '.join(f'{x:.2f}' for x in rewards)}", flush=True)
-            print(f"{name}: {result['wall_s']:.0f} s from the actor's start, {result['wall_s'] / len(rewards):.1f} s a step", flush=True)
+            wall_s = result["wall_s"]
+            print(f"{name}: {wall_s:.0f} s from the actor's start, {wall_s / len(rewards):.1f} s a step", flush=True)
             found += checks(result, ours)
             ours = result if name == "ours" else ours
     return peers.verdict(found)
