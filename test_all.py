@@ -2686,13 +2686,14 @@ def test_a_late_second_put_of_a_consumed_group_changes_nothing(grpo_start, grpo_
     flags = ["--role", "learner", "--bucket", grpo_bucket, "--eval-steps", -1, "--steps", 10]
     learner = grpo_start(*flags)
     learner.until("^step=8 ")
+    gone = keys[:3] + keys[15:18] + keys[24:]
+    grpo_wait(lambda: not any((grpo_bucket / key).exists() for key in gone), "cleaning")
     if is_restarted:
         learner.kill()
         learner.end()
         learner = grpo_start(*flags)
         learner.until("^ready ")
-    for key in keys[:3] + keys[15:18] + keys[24:]:
-        assert not (grpo_bucket / key).exists()
+    for key in gone:
         open_bucket(str(grpo_bucket)).put_new(key, (saved / key[7:]).read_bytes())
     learner.done()
     assert [k for e in grpo_entries(grpo_bucket) for k in grpo_async.named_groups(e)] == keys
@@ -2755,18 +2756,14 @@ def grpo_other_entry(data):
 def grpo_other_part(data):
     header, tensors = grpo_async.read_header(data), load_tensors(data)
     keep = {k: v for k, v in header.items() if k not in ("format", "version", "sha256", "header_sha256")}
-    return grpo_async.pack_object("part", {n: 2 * t for n, t in tensors.items()}, **keep)
+    return grpo_async.pack_object("part", {n: t + 1 for n, t in tensors.items()}, **keep)
 
 @pytest.mark.parametrize("rivals, said", [({"steps_000003": grpo_other_entry}, ""), ({"parts_000003_000": grpo_other_part}, "DIVERGED")])
 def test_a_learner_that_went_ahead_alone_yields_to_what_landed_first(grpo_start, grpo_bucket, capsys, rivals, said):
     """It computes while its entry is on the way, and goes on while its part is. When a rival's entry was there first,
     that one is computed; when a rival's part was, the state is folded again with it. Either way: the log's state."""
     bucket = GrpoRival(grpo_bucket, **rivals)
-    args = grpo_async.arguments(["--role", "learner", "--bucket", str(grpo_bucket), *GRPO_FLAGS])
-    run = grpo_async.join_run(bucket, args)
-    policy = grpo_async.load_policy(bucket, run, args, slots=2)
-    learner = grpo_async.Learner(bucket, run, args, policy, grpo_async.load_task(bucket, run, args, policy.tokenizer))
-    learner.start()
+    learner = grpo_learner(bucket)
     try:
         learner.train()
     finally:
@@ -2775,6 +2772,41 @@ def test_a_learner_that_went_ahead_alone_yields_to_what_landed_first(grpo_start,
     assert [e["written_by"] for e in grpo_entries(grpo_bucket)].count("rival") == (0 if said else 1)
     assert grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS).done()["digest"] == learner.digest
     grpo_account(grpo_bucket, grpo_keys(grpo_bucket) + [k for k in learner.consumed if k not in grpo_keys(grpo_bucket)])
+
+def grpo_learner(bucket, *flags):
+    """A learner in this process, started; what --role learner does before its first step."""
+    args = grpo_async.arguments(["--role", "learner", "--bucket", str(bucket.root), *GRPO_FLAGS, *flags])
+    run = grpo_async.join_run(bucket, args)
+    policy = grpo_async.load_policy(bucket, run, args, slots=2)
+    learner = grpo_async.Learner(bucket, run, args, policy, grpo_async.load_task(bucket, run, args, policy.tokenizer))
+    learner.start()
+    return learner
+
+def test_a_write_that_fails_behind_ends_the_wait_for_groups(grpo_bucket):
+    """No groups come because the adapter they need could not be written: the reason is that, not missing actors."""
+    class Full(bucket.FileBucket):
+        def publish(self, prefix, files, meta=None):
+            raise BucketError("no space left")
+    shutil.rmtree(grpo_bucket / "groups")
+    shutil.rmtree(grpo_bucket / "adapters")
+    learner = grpo_learner(Full(grpo_bucket))
+    try:
+        with pytest.raises(BucketError, match="no space left"):
+            learner.train()
+    finally:
+        learner.member.stop()
+
+def test_a_version_is_the_state_of_one_step_only(grpo_base, grpo_start, tmp_path):
+    """With three steps a version, a learner that ends at step 4 publishes what step 3 made, and nothing else as v1."""
+    shutil.copytree(grpo_base, tmp_path / "base")
+    learner = grpo_start("--role", "learner", "--bucket", tmp_path, *GRPO_FLAGS, "--steps", 4, "--sync-steps", 3)
+    actor = grpo_start("--role", "actor", "--bucket", tmp_path)
+    learner.done()
+    actor.end()
+    entries, keys = grpo_entries(tmp_path), grpo_keys(tmp_path, "adapters")
+    assert keys == ["adapters/v000000", "adapters/v000001"]
+    manifest = json.loads((tmp_path / keys[1] / "manifest.json").read_text())
+    assert (manifest["step"], manifest["digest"]) == (3, entries[3]["digest_before"])
 
 def test_a_learner_three_times_slower_than_the_fastest_is_given_no_chunk(grpo_bucket):
     """Others would wait for it. One whose pace is not known yet is; one alone always is."""
