@@ -1501,7 +1501,8 @@ class Actor:
         self.waiting: set[str] = set()       # groups written and not yet named
         self.mine: set[str] = set()          # of these, the ones written here since the last look at the bucket
         self.sha256: dict[int, str] = {}     # of the adapter of each recent version
-        self.inflight = self.elsewhere = self.written = self.left_out = self.too_long = 0
+        self.inflight = self.elsewhere = self.written = self.left_out = 0
+        self.too_long: set[int] = set()      # rows passed over
         self.version, self.is_done = -1, False
         self.member, self.members = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id), proxy.LiveMembers(bucket)
 
@@ -1523,7 +1524,7 @@ class Actor:
             self.lock.notify_all()
         if self.failure:
             raise self.failure
-        say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=self.too_long)
+        say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=len(self.too_long))
 
     def look(self) -> None:
         """One look at the bucket and the sampler; wakes the workers that wait for a permit."""
@@ -1572,7 +1573,7 @@ class Actor:
     def next_prompt(self) -> tuple[int, dict, list[int]]:
         """Rows in a fresh random order per pass; those longer than --max-prompt-tokens are passed over and counted."""
         rows = self.task.rows
-        for _ in range(len(rows) + 1):
+        while len(self.too_long) < len(rows):
             with self.lock:
                 index = next(self.order, None)
                 if index is None:
@@ -1581,7 +1582,7 @@ class Actor:
             ids = self.task.encode(rows[index]["prompt"])
             if len(ids) <= self.run["max_prompt_tokens"]:
                 return index, rows[index], ids
-            self.too_long += 1
+            self.too_long.add(index)
         raise UserError(f"every prompt is longer than --max-prompt-tokens {self.run['max_prompt_tokens']}; raise it")
 
     def make_group(self, number: int) -> None:
