@@ -52,6 +52,8 @@ def vllm_command(base: Path | str, port: int, rank: int = 8, adapters: int = 6, 
     return [environment("vllm").parent / "vllm", "serve", base, "--host", "127.0.0.1", "--port", port,
             "--dtype", "float32", "--enforce-eager", "--max-model-len", max_model_len,
             "--enable-lora", "--max-lora-rank", rank, "--max-loras", adapters,
+            # Subtle: a prompt cut in two by the scheduler, in a request with a seed, kills the CPU build's engine.
+            "--no-enable-chunked-prefill", "--max-num-batched-tokens", 8192,
             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
 
 
