@@ -15,7 +15,7 @@ name: the bucket is a write-ahead log, and the state after step t is a fold of i
 so a learner that dies, restarts or joins replays the log and arrives at the same bits.
 
 Guarantees
- 1. steps/t is created once, by create-if-absent, before anything is computed from it: no group is trained twice.
+ 1. steps/t is created once, by create-if-absent, before a part of it is written or applied: no group is trained twice.
  2. A part is the fp32 gradient of a chunk; the first valid one counts. All learners apply the same bits.
  3. Every entry carries the sha256 of the state before it: divergence is seen at the next step.
  4. Nothing is deleted that a restart from the previous trusted checkpoint could need.

@@ -953,6 +953,19 @@ def test_rclone_ignores_conditions_and_the_probe_finds_it(bucket_aws, tmp_path, 
     out = capsys.readouterr().out
     assert "NO  put_new creates once" in out and "ok  list has every key" in out
 
+def test_where_conditions_are_ignored_one_learner_works_and_a_second_is_refused(grpo_template, grpo_start, bucket_aws, tmp_path):
+    """rclone's S3 server answers 200 to every conditional write: two learners could decide one step twice."""
+    shutil.copytree(grpo_template, tmp_path / "b" / "run")
+    port = bucket_port()
+    with bucket_process(Path(sys.executable).with_name("rclone"), "serve", "s3", tmp_path, "--addr", f"127.0.0.1:{port}",
+                        "--auth-key", ",".join(BUCKET_KEYS.values()), stderr=subprocess.DEVNULL):
+        flags = ["--role", "learner", "--bucket", f"http://127.0.0.1:{port}/b/run", "--eval-steps", -1]
+        first = grpo_start(*flags, "--steps", 99, **BUCKET_KEYS)
+        first.until("^step=8 ")
+        second = grpo_start(*flags, **BUCKET_KEYS)
+        assert second.end() == 1 and "ignores create-if-absent, so it can have one learner" in second.text
+        assert first.process.is_alive()
+
 # The server
 
 def test_boto3_agrees_with_our_server(bucket_served):
