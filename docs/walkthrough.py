@@ -90,7 +90,7 @@ completions of the same prompt are the baseline. {equal} of the step's {len(grou
 
 ## 3. The learner decides
 
-It has version {step - 1}, the group is of version {group.versions[0]}: staleness {step - 1 - group.versions[0]}, of at most {run['max_staleness']}. Before computing anything it writes
+It has version {step - 1}, the group is of version {group.versions[0]}: staleness {step - 1 - group.versions[0]}, of at most {run['max_staleness']}. It decides the step with
 the log's entry, which only one learner can create:
 
 ```json
