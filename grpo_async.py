@@ -1799,7 +1799,11 @@ def torch_version() -> str:
 def create_run(bucket, args, given: dict, rewards: list) -> None:
     """Writes everything that another machine needs, and run.json last: from then on the run exists."""
     if left := next((k for k in ("steps/", "groups/", "parts/") if any(bucket.list(k))), None):
-        raise UserError(f"{bucket.address} holds {left} but no run.json; take an empty bucket")
+        try:
+            bucket.get("run.json")  # not asked too early: who wrote the others has seen it; it is only not listed yet
+            return
+        except NotFound:
+            raise UserError(f"{bucket.address} holds {left} but no run.json; take an empty bucket") from None
     bucket.probe()  # a bucket that cannot be written says so now, not after the base is trained
     is_tiny = given.get("model", "tiny") == "tiny"
     run = RUN_DEFAULTS | (TINY_DEFAULTS if is_tiny else {}) | given
