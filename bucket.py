@@ -742,7 +742,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except OSError as error:
-        print(f"bucket.py: {error}", file=sys.stderr)
+        advice = f" ({args.listen}); --listen HOST:0 takes a free port" if error.errno == errno.EADDRINUSE else ""
+        print(f"bucket.py: {error}{advice}", file=sys.stderr)
         return 2 if isinstance(error, (BadKey, Denied)) else 1
 
 if __name__ == "__main__":

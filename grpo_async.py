@@ -1957,6 +1957,9 @@ def finish(learner: Learner, wall_s: float) -> None:
             break
         except Conflict:  # the end of the same run with fewer --steps
             bucket.delete_prefix("final")
+    before = json.loads(bucket.get("summary.json")) if any(bucket.list("summary.json")) else {}
+    if before.get("digest") == learner.digest:  # the run was complete
+        wall_s = before["wall_s"]
     summary = summarize(bucket, run, learner.metrics) | {"wall_s": round(wall_s, 1), "digest": learner.digest}
     bucket.put("summary.json", json.dumps(summary | {"last": learner.metrics}, sort_keys=True, indent=1).encode() + b"\n")
     write_report(bucket, run)
@@ -2121,10 +2124,11 @@ def run_all(args, argv: list[str]) -> int:
             time.sleep(0.1)
             for name in [n for n, p in running.items() if p.poll() is not None]:
                 status = running.pop(name).returncode
-                deaths.extend([time.monotonic()] if status else [])
+                has_died = status or name.split()[0] in ("proxy", "sampler")  # these end by a signal only, and then with 0
+                deaths.extend([time.monotonic()] if has_died else [])
                 if status == 2 or (len(deaths) == 5 and deaths[-1] - deaths[0] < 300):
                     code = 2 if status == 2 else 1
-                elif status:
+                elif has_died:
                     warn(f"{name} died with status {status}; starting it again")
                     running[name] = subprocess.Popen(commands[name], env=env)
     except KeyboardInterrupt:

@@ -34,7 +34,7 @@ Axes: N rows or tokens, T time, V vocabulary, H query heads, K key heads, d widt
 [4] Dao 2023, FlashAttention-2, arXiv 2307.08691, section 2.
 """
 from __future__ import annotations
-import json, math, random, threading, traceback
+import json, math, random, sys, threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -680,8 +680,10 @@ class Sampler:
         while not stop.is_set():
             try:
                 self.step()
-            except Exception:
-                traceback.print_exc()
+            except Exception as error:
+                advice = "; lower --max-rows" if "out of memory" in str(error) else ""
+                print(f"warning: the requests under way failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}{advice}",
+                      file=sys.stderr, flush=True)
             with self._changed:
                 # Work wakes it at once; the time-out bounds only how late `stop` is seen.
                 self._changed.wait_for(lambda: stop.is_set() or self._has_work(), timeout=0.5)
