@@ -769,7 +769,7 @@ class Member(threading.Thread):
             data = json.dumps({**self.record, "counter": counter}, sort_keys=True).encode() + b"\n"
             try:
                 self.bucket.delete(self.key) if is_over else self.bucket.put(self.key, data)
-            except (BucketError, OSError) as error:
+            except OSError as error:
                 log.warning("heartbeat %s: %s (going on)", self.key, error)
             if is_over:
                 return
@@ -885,7 +885,7 @@ class Router:
                 trouble = ""
                 try:
                     self.news(*await in_thread(look))
-                except (BucketError, OSError, ValueError, LookupError, TypeError) as error:
+                except (OSError, ValueError, LookupError, TypeError) as error:
                     is_early = isinstance(error, NotFound)
                     trouble = str(error) if is_early else f"bucket: {type(error).__name__}: {error} (going on)"
                 if trouble and trouble != said:

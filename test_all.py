@@ -2804,7 +2804,7 @@ def test_a_write_that_fails_behind_ends_the_wait_for_groups(grpo_bucket):
             raise BucketError("no space left")
     shutil.rmtree(grpo_bucket / "groups")
     shutil.rmtree(grpo_bucket / "adapters")
-    learner = grpo_learner(Full(grpo_bucket))
+    learner = grpo_learner(Full(grpo_bucket), "--wait-s", "20")
     try:
         with pytest.raises(BucketError, match="no space left"):
             learner.train()
@@ -2812,7 +2812,8 @@ def test_a_write_that_fails_behind_ends_the_wait_for_groups(grpo_bucket):
         learner.member.stop()
 
 def test_a_version_is_the_state_of_one_step_only(grpo_base, grpo_start, tmp_path):
-    """With three steps a version, a learner that ends at step 4 publishes what step 3 made, and nothing else as v1."""
+    """With three steps a version, a learner that ends at step 4 publishes what step 3 made, and nothing else as v1, not
+    even where v1 is missing."""
     shutil.copytree(grpo_base, tmp_path / "base")
     learner = grpo_start("--role", "learner", "--bucket", tmp_path, *GRPO_FLAGS, "--steps", 4, "--sync-steps", 3)
     actor = grpo_start("--role", "actor", "--bucket", tmp_path)
@@ -2822,6 +2823,9 @@ def test_a_version_is_the_state_of_one_step_only(grpo_base, grpo_start, tmp_path
     assert keys == ["adapters/v000000", "adapters/v000001"]
     manifest = json.loads((tmp_path / keys[1] / "manifest.json").read_text())
     assert (manifest["step"], manifest["digest"]) == (3, entries[3]["digest_before"])
+    shutil.rmtree(tmp_path / keys[1])
+    grpo_start("--role", "learner", "--bucket", tmp_path, "--eval-steps", -1).done()
+    assert grpo_keys(tmp_path, "adapters") == keys[:1]
 
 def test_a_learner_three_times_slower_than_the_fastest_is_given_no_chunk(grpo_bucket):
     """Others would wait for it. One whose pace is not known yet is; one alone always is."""
@@ -2997,8 +3001,8 @@ def test_the_local_run_restarts_what_dies_and_ends_within_five_seconds_of_ctrl_c
         members[path.name.split("-")[0]] = json.loads(path.read_text())["pid"]
     assert len(members) == 4 and len(grpo_session(local.pid)) == 5
     seen = len(local.lines)
-    for role, number in (("sampler", signal.SIGTERM), ("actor", signal.SIGKILL), ("proxy", signal.SIGTERM)):
-        os.kill(members[role], number)  # by SIGTERM they end in order, with status 0
+    for role, number in (("sampler", signal.SIGKILL), ("actor", signal.SIGTERM), ("proxy", signal.SIGTERM)):
+        os.kill(members[role], number)  # by SIGTERM they end in order
     for role in ("sampler", "actor", "proxy"):
         local.until(f"warning: {role}.* died", after=seen)
     local.until("ready role=actor", 60, after=seen)
