@@ -95,10 +95,10 @@ def their_logprobs(model, batch: dict, temperature: float = 1.0):
         entropy = torch.cat([-(part.exp() * part).sum(-1) for part in parts]).view_as(logprobs)
     return logprobs, entropy
 
-def theirs(model, groups: list) -> dict:
+def theirs(model, groups: list, logprobs_of=their_logprobs) -> dict:
     batch = padded(groups)
     model.zero_grad()
-    logprobs, _ = their_logprobs(model, batch)
+    logprobs, _ = logprobs_of(model, batch)
     ratio, a = (logprobs - batch["sampler"]).exp(), batch["advantage"]
     loss = -torch.minimum(ratio * a, ratio.clamp(1 - UPDATE["clip_low"], 1 + UPDATE["clip_high"]) * a)
     (loss * batch["mask"]).sum().backward()

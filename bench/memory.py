@@ -1,4 +1,4 @@
-"""Peak memory of one learner step: ours, ours with --recompute, a padded step with PEFT, and that with gradient checkpointing.
+"""Peak memory of one learner step: ours, ours with --recompute, and a padded step with PEFT in three ways.
 
     python bench/memory.py --model FOLDER --tokens 1024 2048 4096 8192       (no --model: random weights, SmolLM2-135M's shape)
 
@@ -9,7 +9,9 @@ where nothing is shared. The steps are those of bench/learner_step.py; fp32.
 Each measurement is a process of its own: VmHWM (the largest resident set so far) after the step, and in brackets what the step added
 to the resident set of torch, model and adapter. Steps of the padded kind over --limit-gb are left out, by the estimate of twice the last.
 
-whole logits   the padded step takes them as TRL did until its chunked head; TRL 1.16 holds them in tiles of at most [4096, 32768] instead.
+HF+PEFT        logits whole, as TRL took them until its chunked head.
+chunked        our own head in its place: at most [128, V] logits (TRL 1.16 holds tiles of at most [4096, 32768]).
+checkpointed   chunked, and gradient checkpointing, TRL's default; to be set against ours with --recompute.
 
 Needs peft beside the project's requirements, and Linux.
 """
@@ -18,13 +20,21 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from learner_step import lora, make_groups, our_policy, ours, peft_model, theirs
+from learner_step import lora, make_groups, our_policy, ours, peft_model, their_logprobs, theirs
 
-KINDS = ("ours", "ours --recompute", "HF+PEFT", "HF+PEFT checkpointed")
+KINDS = ("ours", "ours --recompute", "HF+PEFT", "HF+PEFT chunked", "HF+PEFT checkpointed")
 
 def status_gb(name: str) -> float:
     """VmRSS or VmHWM of this process in GB (10^9 bytes)."""
     return int(re.search(name + r":\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e9
+
+def chunked_logprobs(model, batch: dict):
+    """Like their_logprobs, without the logits."""
+    C, T = batch["mask"].shape
+    base, ids = model.get_base_model(), batch["input_ids"]
+    hidden = lora.backbone(base)(input_ids=ids, attention_mask=batch["attention_mask"], use_cache=False).last_hidden_state
+    logprobs, entropy = lora.token_logprobs(hidden[:, -T - 1:-1].flatten(0, 1), lora.head(base).weight, None, ids[:, -T:].flatten())
+    return logprobs.view(C, T), entropy.view(C, T)
 
 def measure(kind: str, folder: str | None, tokens: int, alone: bool) -> tuple[float, float]:
     """(peak, resident before the step) in GB."""
@@ -44,10 +54,11 @@ def measure(kind: str, folder: str | None, tokens: int, alone: bool) -> tuple[fl
             model.enable_input_require_grads()
             model.activation_checkpointing_enable({"use_reentrant": False})
             model.train()
-        step = lambda group: theirs(model, [group])
+        step = lambda group: theirs(model, [group], their_logprobs if kind == "HF+PEFT" else chunked_logprobs)
     for name in ("completion_ids", "sampler_logprobs", "rewards", "truncated"):
         setattr(group, name, getattr(group, name)[:kept])
     before = status_gb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")            # the peak begins anew: loading had one of its own
     step(group)
     return status_gb("VmHWM"), before
 

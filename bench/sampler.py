@@ -6,7 +6,8 @@
 All do the same work: `rows` completions of `--tokens` tokens, in groups of 8 that share a prompt of `--prompt` tokens. Ours
 and vLLM serve three versions of the adapter at once, PEFT one. "Products" is the time of the base's matrix products alone,
 in the memory layout that ours uses: each prompt once, then a token for every row. So no sampler can be faster at this batch.
-"decode" leaves the prompts out on both sides: median time of the products of one token for all rows, over that of a step.
+"decode" leaves the prompts out on both sides: median time of the products of one token for all rows, over that of a step;
+"as loaded" is the same with the products in the memory layout that transformers gives the weights.
 The contestants alternate; medians are printed.
 
 Needs peft beside the project's requirements.
@@ -57,11 +58,13 @@ class Ours:
         self.step_s.append(statistics.median(times[1:-1]))
         return sum(len(c.token_ids) for future in futures for c in future.result())
 
+def as_loaded(folder: str):
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
 class Peft:
     def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int):
         from peft import LoraConfig, get_peft_model
-        base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-        self.model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).eval()
+        self.model = get_peft_model(as_loaded(folder), LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")).eval()
         self.ids, self.tokens = torch.tensor([p for p in prompts for _ in range(GROUP)]), tokens
 
     @torch.inference_mode()
@@ -71,8 +74,8 @@ class Peft:
         return out.numel() - self.ids.numel()
 
 class Products:
-    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int):
-        model = lora.load_model(folder)
+    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int, load=lora.load_model):
+        model = load(folder)
         self.head = lora.head(model).weight
         self.weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not lora.head(model)]
         self.rows, self.groups, self.prompt_tokens, self.tokens, self.step_s = rows, len(prompts), len(prompts[0]), tokens, []
@@ -127,7 +130,7 @@ def compare(args, folder: str, rank: int, rows: int) -> str:
     prompts = [[(7 * g + i * i) % 1000 + 3 for i in range(args.prompt)] for g in range(rows // GROUP)]
     work = folder, rank, rows, prompts, args.tokens
     with ExitStack() as stack:
-        contestants = [Ours(*work), Peft(*work), Products(*work), *([Vllm(stack, *work)] if args.vllm else [])]
+        contestants = [Ours(*work), Peft(*work), Products(*work), Products(*work, load=as_loaded), *([Vllm(stack, *work)] if args.vllm else [])]
         times = [[] for _ in contestants]
         for run in range(args.runs + 1):
             for contestant, seen in zip(contestants, times):
@@ -136,10 +139,10 @@ def compare(args, folder: str, rank: int, rows: int) -> str:
                 assert made == rows * args.tokens, (type(contestant).__name__, made)
                 # The first run warms up.
                 seen[:] = [*seen, time.perf_counter() - start] if run else []
-    ours, peft, products, *vllm = (rows * args.tokens / statistics.median(seen) for seen in times)
-    decode = statistics.median(contestants[2].step_s[1:]) / statistics.median(contestants[0].step_s[1:])
+    ours, peft, products, _, *vllm = (rows * args.tokens / statistics.median(seen) for seen in times)
+    step, ours_laid, loaded = (statistics.median(contestants[i].step_s[1:]) for i in (0, 2, 3))
     said = "".join(f" | {speed:11.0f} {ours / speed:6.2f}x" for speed in (peft, *vllm))
-    return f"{rank:4} {rows:5} | {ours:10.0f}{said} | {products:14.0f} {ours / products:5.2f} {decode:7.2f}"
+    return f"{rank:4} {rows:5} | {ours:10.0f}{said} | {products:14.0f} {ours / products:5.2f} {ours_laid / step:7.2f} {loaded / step:10.2f}"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,7 +159,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     print(f"torch {torch.__version__}, {args.threads} threads, prompt {args.prompt}, {args.tokens} new tokens, {args.runs} runs")
-    print(f"rank  rows | ours tok/s | HF+PEFT  ours/HF {'| vLLM    ours/vLLM ' if args.vllm else ''}| products tok/s share  decode")
+    print(f"rank  rows | ours tok/s | HF+PEFT  ours/HF {'| vLLM    ours/vLLM ' if args.vllm else ''}| products tok/s share  decode  as loaded")
     with tempfile.TemporaryDirectory() as temp:
         if not args.model:
             torch.manual_seed(0)
