@@ -65,7 +65,7 @@ POLL_S, POLL_LIMIT_S, POLL_FAILS = 1.0, 5.0, 3       # a replica's health: how o
 LOAD_S, CANARY_S, CONNECT_S = 300.0, 60.0, 5.0       # limits on a call to a replica
 TRIES, READY_WAIT_S, LOOK_S = 4, 10.0, 0.02          # a completion: tries; waits for a ready replica, looking every
 LOAD_TRIES, MAX_BACKOFF_S = 8, 8.0                   # 30 s in all: mounts remember "not there" that long
-AHEAD_ROLLOUTS, BLOCK_TOKENS, MAX_BLOCKS = 8, 16, 100_000   # routing: what a warm prefix is worth; about 30 MB
+AHEAD_ROLLOUTS, BLOCK_TOKENS, MAX_BLOCKS = 8, 16, 8_192   # routing: what a warm prefix is worth; about 2 MB
 BEAT_S, DEAD_S = 1.0, 15.0                           # members: rewritten every; counter unmoved for = dead
 FP32_TOLERANCE, BF16_FLOOR, GARBLED = 1e-3, 0.01, 0.5       # canary, nats
 MINUS_INFINITY = -9999.0                             # vLLM's JSON for log 0
@@ -706,8 +706,12 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
     return (all(distance(adapter, rows) > noise for rows in others.values()) or None), why
 
 class Chooser:
-    """Chained block hashes -> replicas. O(prompt length) per request; remembers the `max_blocks` blocks used last. A
-    block is common, and says nothing, when every candidate owns it or two different blocks have followed it."""
+    """Chained block hashes -> replicas. O(prompt length) per request. A block is common, and says nothing, when every
+    candidate owns it or two different blocks have followed it.
+
+    It remembers the `max_blocks` blocks used last. A block saves a prefill only while requests of its prompt under its
+    version are still to come: as many prompts matter as groups are in flight. 8,192 blocks are those of 128 groups (eight
+    actors with 128 rollouts each, G = 8) with prompts of 1,024 tokens. What is forgotten is prefilled once more."""
     MANY = -1                                            # followed by several; hash() is never -1
 
     def __init__(self, max_blocks: int = MAX_BLOCKS):
