@@ -131,67 +131,64 @@ def to_json(value, status: int = 200, headers: dict | None = None) -> Reply:
 # ---- HTTP/1.1 by hand -----------------------------------------------------------------------------------------------
 
 class Wire(asyncio.Protocol):
-    """One connection, of either side: the bytes that came and are not yet read. `until` is always a loop time.
+    """One connection, of either side: the bytes that came and are not yet read; `until` (loop time) is when waiting for
+    more of them ends. asyncio itself switches off Nagle's algorithm, which would cost 44 ms a hop.
 
     When a client leaves, its serving task is cancelled, and through it the engine's work."""
     def __init__(self, serve=None):
-        self.loop, self.serve, self.task = asyncio.get_running_loop(), serve, None
-        self.buffer, self.waiter, self.is_closed = bytearray(), None, False
+        self.serve, self.task, self.is_closed = serve, None, False
+        self.buffer, self.came = bytearray(), asyncio.Event()
+        self.loop, self.until = asyncio.get_running_loop(), 0.0
 
     def connection_made(self, transport) -> None:
         self.transport = transport
-        # Without it, Nagle's algorithm and delayed acknowledgements cost 44 ms a hop.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.serve:
             self.task = self.loop.create_task(self.serve(self))
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
-        if len(self.buffer) > MAX_HEAD_BYTES and not self.waiter:
-            self.transport.pause_reading()               # nobody reads yet: let the kernel hold it
-        self.wake()
+        self.came.set()
+        if len(self.buffer) > MAX_HEAD_BYTES:
+            self.transport.pause_reading()               # until somebody wants more: let the kernel hold it
 
     def connection_lost(self, error) -> None:
         self.is_closed = True
-        self.wake()
+        self.came.set()
         if self.task:
             self.task.cancel()
 
-    def wake(self, error: Exception | None = None) -> None:
-        if self.waiter and not self.waiter.done():
-            self.waiter.set_result(error)
-
-    async def more(self, until: float) -> None:
-        """Returns once bytes came. TimeoutError at `until`; ConnectionError if closed."""
+    async def more(self) -> None:
+        """Returns when something happened: look again. TimeoutError after `until`; ConnectionError if closed."""
         if self.is_closed:
             raise ConnectionError("the connection was closed")
-        self.waiter, timer = self.loop.create_future(), self.loop.call_at(until, self.wake, TimeoutError())
+        if self.loop.time() >= self.until:
+            raise TimeoutError("nothing more came")
+        self.came.clear()
         self.transport.resume_reading()
+        timer = self.loop.call_at(self.until, self.came.set)
         try:
-            if error := await self.waiter:
-                raise error
+            await self.came.wait()
         finally:
-            self.waiter = None
             timer.cancel()
 
-    async def take(self, count: int, until: float) -> bytes:
+    async def take(self, count: int) -> bytes:
         while len(self.buffer) < count:
-            await self.more(until)
+            await self.more()
         data = bytes(memoryview(self.buffer)[:count])
         del self.buffer[:count]
         return data
 
-    async def line(self, end: bytes, until: float) -> str:
+    async def line(self, end: bytes) -> str:
         """Text up to `end`, which is taken, too."""
         while (at := self.buffer.find(end)) < 0 and len(self.buffer) <= MAX_HEAD_BYTES:
-            await self.more(until)
+            await self.more()
         if not 0 <= at <= MAX_HEAD_BYTES:
             raise ApiError(431, f"head or line over {MAX_HEAD_BYTES} bytes")
-        return (await self.take(at + len(end), until))[:at].decode("latin-1")
+        return (await self.take(at + len(end)))[:at].decode("latin-1")
 
-    async def head(self, until: float) -> tuple[str, dict[str, str]]:
+    async def head(self) -> tuple[str, dict[str, str]]:
         """First line and headers, names in lower case. 400 for what servers read differently: folding, double lengths."""
-        first, *lines = (await self.line(b"\r\n\r\n", until)).split("\r\n")
+        first, *lines = (await self.line(b"\r\n\r\n")).split("\r\n")
         headers: dict[str, str] = {}
         for match in map(HEADER.fullmatch, lines):
             name = match[1].lower() if match else ""
@@ -202,17 +199,17 @@ class Wire(asyncio.Protocol):
             raise ApiError(400, "both content-length and transfer-encoding")
         return first, headers
 
-    async def body(self, headers: dict[str, str], limit: int, until: float) -> bytes:
+    async def body(self, headers: dict[str, str], limit: int) -> bytes:
         """The body, by length or in chunks. 400 malformed, 413 over `limit` bytes."""
         if headers.get("transfer-encoding", "chunked").lower() != "chunked":
             raise ApiError(400, "transfer-encoding must be chunked")
         if "transfer-encoding" not in headers:
-            return await self.take(parse_length(headers.get("content-length", "0"), 10, limit), until)
+            return await self.take(parse_length(headers.get("content-length", "0"), 10, limit))
         pieces = []
-        while size := parse_length((await self.line(b"\r\n", until)).split(";")[0].strip(), 16, limit):
-            pieces.append((await self.take(size + 2, until))[:-2])
+        while size := parse_length((await self.line(b"\r\n")).split(";")[0].strip(), 16, limit):
+            pieces.append((await self.take(size + 2))[:-2])
             limit -= size
-        while await self.line(b"\r\n", until):
+        while await self.line(b"\r\n"):
             pass                                         # trailers
         return b"".join(pieces)
 
@@ -260,17 +257,18 @@ class Server:
         """One request and its reply. False: the connection is done."""
         if wire.transport.get_write_buffer_size() > MAX_BODY_BYTES:
             raise ConnectionError("it sends requests and does not read the replies")
+        wire.until = wire.loop.time() + IDLE_S
         while not wire.buffer:
-            await wire.more(wire.loop.time() + IDLE_S)
+            await wire.more()
         try:
             request = await self.read(wire)
         except ApiError as error:                        # its body is unread: answer, drop what still comes, close
             wire.transport.write(error.reply().render(is_last=True))
             wire.transport.write_eof()
-            until = wire.loop.time() + LINGER_S
+            wire.until = wire.loop.time() + LINGER_S
             while True:                                  # ends with the client's close, or at `until`
                 wire.buffer.clear()
-                await wire.more(until)
+                await wire.more()
         try:
             if request.path in ("/pause", "/resume"):
                 self.limit_pause(request.path == "/pause")
@@ -289,9 +287,9 @@ class Server:
 
     async def read(self, wire: Wire) -> Request:
         """One request, checked. ApiError: its body was not read to the end."""
-        part = "head"
         try:
-            first, headers = await wire.head(wire.loop.time() + HEAD_S)
+            wire.until = wire.loop.time() + HEAD_S
+            first, headers = await wire.head()
             match = re.fullmatch(r"([A-Z]{1,16}) ([!-~]{1,8192}) HTTP/1\.([01])", first)
             if not match:
                 raise ApiError(400, "malformed request line")
@@ -303,10 +301,10 @@ class Server:
                 raise ApiError(404, "no such route")
             if ROUTES[path] != match[1]:
                 raise ApiError(405, f"use {ROUTES[path]}", Allow=ROUTES[path])
-            part = "body"
-            body = await wire.body(headers, MAX_BODY_BYTES, wire.loop.time() + BODY_S)
+            wire.until = wire.loop.time() + BODY_S
+            body = await wire.body(headers, MAX_BODY_BYTES)
         except TimeoutError:
-            raise ApiError(408, f"the {part} came too slowly") from None
+            raise ApiError(408, "the request came too slowly") from None
         is_last = match[3] == "0" or headers.get("connection", "").lower() == "close"
         return Request(path, dict(parse_qsl(query[:1000])), is_last, body)
 
@@ -375,8 +373,9 @@ class Replica:
                 continue
             self.busy.add(wire)
             try:
+                wire.until = until
                 wire.transport.write(head.encode() + body)
-                reply, is_last = await read_reply(wire, until)
+                reply, is_last = await read_reply(wire)
                 self.idle.append(wire) if not is_last else wire.transport.close()
                 return reply
             except BaseException as error:
@@ -409,14 +408,14 @@ class Replica:
         for wire in wires:
             wire.transport.abort()
 
-async def read_reply(wire: Wire, until: float) -> tuple[Reply, bool]:
+async def read_reply(wire: Wire) -> tuple[Reply, bool]:
     """A reply, and whether the connection is done. ConnectionError if it is cut or malformed."""
     try:
         status = 100
         while 100 <= status < 200:
-            first, headers = await wire.head(until)
+            first, headers = await wire.head()
             status = int(first[9:12])
-        body = await wire.body(headers, MAX_REPLY_BYTES, until)
+        body = await wire.body(headers, MAX_REPLY_BYTES)
     except (ValueError, ApiError) as error:
         raise ConnectionError(f"malformed reply: {error}") from None
     return Reply(body, status, headers.get("content-type", "")), headers.get("connection", "").lower() == "close"
