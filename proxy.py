@@ -231,16 +231,9 @@ class Server:
     async def start(self, listen: str) -> str:
         """Binds; returns the URL, with the real port."""
         host, port = parse_listen(listen, bool(self.token))
-        self.server = await asyncio.get_running_loop().create_server(lambda: Wire(self.serve), host, port, backlog=4096)
+        self.listener = await asyncio.get_running_loop().create_server(lambda: Wire(self.serve), host, port, backlog=4096)
         host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        self.server.close()
-        for task in self.tasks:
-            task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=1.0)
+        return f"http://{host}:{self.listener.sockets[0].getsockname()[1]}"
 
     async def serve(self, wire: Wire) -> None:
         self.tasks.add(wire.task)
@@ -1248,9 +1241,8 @@ def serve(make_app, listen: str, token: str, on_ready, pause_limit_s: float, sto
         on_ready(url)
         following = asyncio.ensure_future(app.follow(url))
         await end.wait()
-        following.cancel()
-        await asyncio.wait([following])
-        await server.stop()
+        server.listener.close()
+        following.cancel()                           # as asyncio.run now does with all tasks, and awaits them
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]       # a completion in flight takes two connections
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 10240) if sys.platform == "darwin" else most, most))   # macOS: OPEN_MAX
     asyncio.run(run())
