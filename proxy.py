@@ -1227,8 +1227,9 @@ def published(key: str, manifest: bytes) -> Adapter:
 
 # ---- Running --------------------------------------------------------------------------------------------------------
 
-def serve(make_app, listen: str, token: str, on_ready, pause_limit_s: float, stop: threading.Event | None) -> None:
-    """Blocking: serves an app until SIGTERM, Ctrl-C or `stop`."""
+def serve(make_app, listen: str, token: str = "", on_ready=print, pause_limit_s: float = 60.0,
+          stop: threading.Event | None = None) -> None:
+    """Blocking: serves an app until SIGTERM, Ctrl-C or `stop`; `on_ready` gets its URL."""
     async def run():
         loop, end, app = asyncio.get_running_loop(), asyncio.Event(), make_app()
         if threading.current_thread() is threading.main_thread():
@@ -1247,17 +1248,14 @@ def serve(make_app, listen: str, token: str, on_ready, pause_limit_s: float, sto
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 10240) if sys.platform == "darwin" else most, most))   # macOS: OPEN_MAX
     asyncio.run(run())
 
-def serve_replica(engine, listen: str, token: str = "", on_ready=print, roots=(), pause_limit_s: float = 60.0,
-                  stop: threading.Event | None = None) -> None:
-    """Blocking: the API over one engine. `roots`: folders that a lora_path may be in."""
-    serve(lambda: ReplicaServer(engine, roots), listen, token, on_ready, pause_limit_s, stop)
+def serve_replica(engine, listen: str, token: str = "", roots=(), **how) -> None:
+    """`serve` of the API over one engine. `roots`: folders that a lora_path may be in."""
+    serve(lambda: ReplicaServer(engine, roots), listen, token, **how)
 
 def serve_router(bucket, replicas, listen: str, token: str = "", replica_token: str = "", adapter_dir: str = "",
-                 pause_limit_s: float = 60.0, request_limit_s: float = 600.0, on_ready=print,
-                 stop: threading.Event | None = None) -> None:
-    """Blocking: the router over these replicas and the bucket's samplers."""
-    serve(lambda: Router(bucket, replicas, replica_token or token, adapter_dir, request_limit_s), listen, token, on_ready,
-          pause_limit_s, stop)
+                 request_limit_s: float = 600.0, **how) -> None:
+    """`serve` of the router over these replicas and the bucket's samplers."""
+    serve(lambda: Router(bucket, replicas, replica_token or token, adapter_dir, request_limit_s), listen, token, **how)
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="proxy.py", description=__doc__.splitlines()[0], allow_abbrev=False)
