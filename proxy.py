@@ -680,13 +680,10 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
         others["an older version"] = clean(older)
     away = {what: distance(rows, got) for what, rows in {"the adapter": adapter, **others}.items()}
     nearest = min(away, key=away.get)
-    shared = [(prompt, token) for prompt in range(len(got)) for token in adapter[prompt].keys() & got[prompt].keys()]
-    worst, why = math.inf, "no token in common"
-    if shared:
-        gap = lambda at: abs(adapter[at[0]][at[1]] - got[at[0]][at[1]])  # noqa: E731
-        prompt, token = max(shared, key=gap)
-        worst = gap((prompt, token))
-        why = f"prompt {prompt} token {token}: expected {adapter[prompt][token]:.4f}, got {got[prompt][token]:.4f}"
+    gaps = [(abs(want[token] - row[token]),
+             f"prompt {number} token {token}: expected {want[token]:.4f}, got {row[token]:.4f}")
+            for number, (want, row) in enumerate(zip(adapter, got)) for token in want.keys() & row.keys()]
+    worst, why = max(gaps, default=(math.inf, "no token in common"))
     why += f"; nearest is {nearest}, {away[nearest]:.2g} nats away"
     if "float32" in canary.get("dtype", "float32"):
         return worst <= FP32_TOLERANCE and away["the adapter"] < math.inf, why
@@ -821,8 +818,7 @@ class Adapter:
 class Router:
     """Keeps the fleet right, and forwards completions. `wanted`: what every replica must hold, the bucket's newest
     version first."""
-    def __init__(self, bucket=None, replicas=(), replica_token: str = "", adapter_dir: str = "",
-                 request_limit_s: float = 600.0):
+    def __init__(self, bucket, replicas: list[str], replica_token: str, adapter_dir: str, request_limit_s: float):
         self.bucket, self.token, self.request_limit_s = bucket, replica_token, request_limit_s
         self.roots = [os.path.abspath(root) for root in (adapter_dir, getattr(bucket, "root", None)) if root]
         self.wanted: dict[str, Adapter] = {}
