@@ -117,13 +117,16 @@ class Request:
     body: bytes
 
     def json(self) -> dict:
-        try:
-            body = json.loads(self.body)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
+        if (body := json_object(self.body)) is None:
             raise ApiError(400, "the body must be a JSON object")
         return body
+
+def json_object(data: bytes) -> dict | None:
+    """The JSON object that the bytes are, or None."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(data), dict):
+            return value
+    return None
 
 def to_json(value, status: int = 200, headers: dict | None = None) -> Reply:
     return Reply(json.dumps(value, separators=(",", ":")).encode(), status, headers=headers or {})
@@ -391,10 +394,7 @@ class Replica:
         reply = await self.request(method, path, b"" if body is None else json.dumps(body).encode(), limit_s)
         if reply.status != 200:
             raise ApiError(reply.status, f"{path}: {reply.status} {reply.body[:300].decode(errors='replace')}")
-        with suppress(ValueError):
-            value = json.loads(reply.body)
-            return value if isinstance(value, dict) else {}
-        return {}
+        return json_object(reply.body) or {}
 
     def close(self) -> None:
         wires, self.idle, self.busy = [*self.idle, *self.busy], [], set()
@@ -874,13 +874,14 @@ class Router:
             return [adapter for adapter in adapters.values() if adapter.name], urls
         try:
             while bucket:
-                trouble = ""
                 try:
                     self.news(*await in_thread(look))
+                    trouble = ""
+                except NotFound as error:                # too early
+                    trouble = str(error)
                 except (OSError, ValueError, LookupError, TypeError) as error:
-                    is_early = isinstance(error, NotFound)
-                    trouble = str(error) if is_early else f"bucket: {type(error).__name__}: {error} (going on)"
-                if trouble and trouble != said:
+                    trouble = f"bucket: {type(error).__name__}: {error} (going on)"
+                if trouble not in ("", said):
                     log.warning("%s", trouble)
                 said = trouble
                 await asyncio.sleep(POLL_S if bucket.root is None else POLL_S / 5)   # a folder's listing costs nothing
@@ -927,8 +928,7 @@ class Router:
             except Exception:
                 log.exception("watching %s failed", replica.url)
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await replica.wake.wait()
+                await asyncio.wait_for(replica.wake.wait(), POLL_S)
 
     async def check(self, replica: Replica) -> None:
         """Health and models; notices a restart; starts to load what is missing, and unloads what is out of date."""
