@@ -88,8 +88,7 @@ class ApiError(Exception):
         self.status, self.message, self.headers = status, message, headers
 
     def reply(self) -> "Reply":
-        named = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}
-        kind = named.get(self.status, responses.get(self.status))
+        kind = responses.get(self.status, "").replace(" ", "") + "Error"   # NotFoundError
         error = {"message": self.message, "type": kind, "param": None, "code": self.status}
         return to_json({"error": error}, self.status, self.headers)
 
