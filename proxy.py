@@ -334,7 +334,7 @@ class Replica:
     """The router's side of one replica: an HTTP client with keep-alive, last used first, and what is known of it.
 
     It follows no redirect, so the token goes nowhere else."""
-    def __init__(self, url: str, token: str = "", is_member: bool = False):
+    def __init__(self, url: str, token: str = ""):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise ValueError(f"a replica's URL must be http(s)://HOST[:PORT], got {url!r}")
@@ -343,7 +343,7 @@ class Replica:
         authorization = f"Authorization: Bearer {token}\r\n" if token else ""
         self.headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n{authorization}"
         self.idle, self.busy = [], set()                 # connections
-        self.is_member = is_member                       # it reads the bucket itself; others are given paths
+        self.is_member = False                           # it reads the bucket itself; others are given paths
         self.state, self.fails, self.last_error = "joining", 0, ""   # fails: of health, in a row
         self.in_flight = 0                               # rollouts (n of each request)
         self.base, self.max_model_len, self.config = "", None, {}    # what it says of itself; config: its vllm_config
@@ -823,14 +823,13 @@ class Router:
         self.wanted: dict[str, Adapter] = {}
         self.replicas: dict[str, Replica] = {}
         self.chooser, self.counts, self.lock, self.is_on_hold = Chooser(), Counter(), asyncio.Lock(), False
-        self.member, self.live_versions = None, 0
         for url in replicas:
-            self.add(url, is_member=False)
+            self.add(url)
 
     # The fleet.
 
-    def add(self, url: str, is_member: bool) -> None:
-        replica = self.replicas[url] = Replica(url, self.token, is_member)
+    def add(self, url: str) -> None:
+        replica = self.replicas[url] = Replica(url, self.token)
         replica.watch = asyncio.ensure_future(self.watch(replica))   # kept: a task nobody refers to may be collected
 
     def news(self, published: list[Adapter], urls: set[str]) -> None:
@@ -839,7 +838,7 @@ class Router:
         self.wanted = {adapter.name: adapter for adapter in published} | loaded
         for url in urls - self.replicas.keys():
             try:
-                self.add(url, is_member=True)
+                self.add(url)
             except ValueError as error:
                 log.warning("member ignored: %s", error)
         for replica in list(self.replicas.values()):
@@ -855,20 +854,20 @@ class Router:
     async def follow(self, url: str) -> None:
         """Hears again and again what is published and who lives; announces itself as `url`. Outlives a failing bucket."""
         bucket, members, adapters, said = self.bucket, LiveMembers(self.bucket, "sampler"), {}, ""
+        me, live_versions = None, 0
         def look() -> tuple[list[Adapter], set[str]]:
             """In a thread, for a bucket may take its time."""
-            nonlocal adapters
-            if not self.member:
+            nonlocal me, live_versions, adapters
+            if not me:
                 if "run.json" not in bucket.list("run.json"):
                     raise NotFound(f"waiting for run.json in {bucket.address}")
                 run = json.loads(bucket.get("run.json"))
-                self.live_versions = int(run["max_staleness"]) + 2
-                self.member = Member(bucket, "proxy", url, str(run.get("run_id", "")), doing="routing")
-                self.member.start()
+                live_versions = int(run["max_staleness"]) + 2
+                me = Member(bucket, "proxy", url, run["run_id"], doing="routing")
+                me.start()
             # Found by listing, a manifest being written last; read once each.
-            keys = sorted(key for key in bucket.list("adapters/") if key.endswith("/manifest.json"))
-            keys = keys[:-self.live_versions - 1:-1]
-            adapters = {key: adapters.get(key) or published(key, bucket.get(key)) for key in keys}
+            keys = sorted((key for key in bucket.list("adapters/") if key.endswith("/manifest.json")), reverse=True)
+            adapters = {key: adapters.get(key) or published(key, bucket.get(key)) for key in keys[:live_versions]}
             urls = {record["url"] for record in members.poll(POLL_S).values() if record["url"]}
             return [adapter for adapter in adapters.values() if adapter.name], urls
         try:
@@ -885,8 +884,8 @@ class Router:
                 said = trouble
                 await asyncio.sleep(POLL_S if bucket.root is None else POLL_S / 5)   # a folder's listing costs nothing
         finally:
-            if self.member:
-                self.member.stop()
+            if me:
+                me.stop()
 
     def move(self, replica: Replica, state: str, why: str = "") -> None:
         """To another state. Out of service, it must prove everything again."""
