@@ -151,7 +151,7 @@ class Wire(asyncio.Protocol):
         self.buffer += data
         self.came.set()
         if len(self.buffer) > MAX_HEAD_BYTES:
-            self.transport.pause_reading()               # until somebody wants more: let the kernel hold it
+            self.transport.pause_reading()               # until somebody reads: let the kernel hold it
 
     def connection_lost(self, error) -> None:
         self.is_closed = True
@@ -178,6 +178,7 @@ class Wire(asyncio.Protocol):
             await self.more()
         data = bytes(memoryview(self.buffer)[:count])
         del self.buffer[:count]
+        self.transport.resume_reading()                  # else nobody notices that the client leaves
         return data
 
     async def line(self, end: bytes) -> str:
