@@ -1107,7 +1107,7 @@ class Router:
             raise ApiError(400, f"`{name}` is a version of the bucket: publish it there")
         path = folder_inside(path, self.roots)
         # Shielded: a client that leaves must not leave half of the replicas loaded.
-        await asyncio.shield(asyncio.ensure_future(self.load(name, path)))
+        await asyncio.shield(self.load(name, path))
         return done("added", name)
 
     async def load(self, name: str, path: str) -> None:
