@@ -65,7 +65,7 @@ POLL_S, POLL_LIMIT_S, POLL_FAILS = 1.0, 5.0, 3       # a replica's health: how o
 LOAD_S, CANARY_S, CONNECT_S = 300.0, 60.0, 5.0       # limits on a call to a replica
 TRIES, READY_WAIT_S, LOOK_S = 4, 10.0, 0.02          # a completion: tries; waits for a ready replica, looking every
 LOAD_TRIES, MAX_BACKOFF_S = 8, 8.0                   # 30 s in all: mounts remember "not there" that long
-AHEAD_ROLLOUTS, BLOCK_TOKENS, MAX_BLOCKS = 8, 16, 100_000   # routing: what a warm prefix is worth; about 30 MB
+AHEAD_ROLLOUTS, BLOCK_TOKENS, MAX_BLOCKS = 8, 16, 8_192   # routing: what a warm prefix is worth; about 2 MB
 BEAT_S, DEAD_S = 1.0, 15.0                           # members: rewritten every; counter unmoved for = dead
 FP32_TOLERANCE, BF16_FLOOR, GARBLED = 1e-3, 0.01, 0.5       # canary, nats
 MINUS_INFINITY = -9999.0                             # vLLM's JSON for log 0
@@ -88,8 +88,7 @@ class ApiError(Exception):
         self.status, self.message, self.headers = status, message, headers
 
     def reply(self) -> "Reply":
-        named = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}
-        kind = named.get(self.status, responses.get(self.status))
+        kind = responses.get(self.status, "").replace(" ", "") + "Error"   # NotFoundError
         error = {"message": self.message, "type": kind, "param": None, "code": self.status}
         return to_json({"error": error}, self.status, self.headers)
 
@@ -117,13 +116,16 @@ class Request:
     body: bytes
 
     def json(self) -> dict:
-        try:
-            body = json.loads(self.body)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
+        if (body := json_object(self.body)) is None:
             raise ApiError(400, "the body must be a JSON object")
         return body
+
+def json_object(data: bytes) -> dict | None:
+    """The JSON object that the bytes are, or None."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(data), dict):
+            return value
+    return None
 
 def to_json(value, status: int = 200, headers: dict | None = None) -> Reply:
     return Reply(json.dumps(value, separators=(",", ":")).encode(), status, headers=headers or {})
@@ -131,67 +133,65 @@ def to_json(value, status: int = 200, headers: dict | None = None) -> Reply:
 # ---- HTTP/1.1 by hand -----------------------------------------------------------------------------------------------
 
 class Wire(asyncio.Protocol):
-    """One connection, of either side: the bytes that came and are not yet read. `until` is always a loop time.
+    """One connection, of either side: the bytes that came and are not yet read; `until` (loop time) is when waiting for
+    more of them ends. asyncio itself switches off Nagle's algorithm, which would cost 44 ms a hop.
 
     When a client leaves, its serving task is cancelled, and through it the engine's work."""
     def __init__(self, serve=None):
-        self.loop, self.serve, self.task = asyncio.get_running_loop(), serve, None
-        self.buffer, self.waiter, self.is_closed = bytearray(), None, False
+        self.serve, self.task, self.is_closed = serve, None, False
+        self.buffer, self.came = bytearray(), asyncio.Event()
+        self.loop, self.until = asyncio.get_running_loop(), 0.0
 
     def connection_made(self, transport) -> None:
         self.transport = transport
-        # Without it, Nagle's algorithm and delayed acknowledgements cost 44 ms a hop.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.serve:
             self.task = self.loop.create_task(self.serve(self))
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
-        if len(self.buffer) > MAX_HEAD_BYTES and not self.waiter:
-            self.transport.pause_reading()               # nobody reads yet: let the kernel hold it
-        self.wake()
+        self.came.set()
+        if len(self.buffer) > MAX_HEAD_BYTES:
+            self.transport.pause_reading()               # until somebody reads: let the kernel hold it
 
     def connection_lost(self, error) -> None:
         self.is_closed = True
-        self.wake()
+        self.came.set()
         if self.task:
             self.task.cancel()
 
-    def wake(self, error: Exception | None = None) -> None:
-        if self.waiter and not self.waiter.done():
-            self.waiter.set_result(error)
-
-    async def more(self, until: float) -> None:
-        """Returns once bytes came. TimeoutError at `until`; ConnectionError if closed."""
+    async def more(self) -> None:
+        """Returns when something happened: look again. TimeoutError after `until`; ConnectionError if closed."""
         if self.is_closed:
             raise ConnectionError("the connection was closed")
-        self.waiter, timer = self.loop.create_future(), self.loop.call_at(until, self.wake, TimeoutError())
+        if self.loop.time() >= self.until:
+            raise TimeoutError("nothing more came")
+        self.came.clear()
         self.transport.resume_reading()
+        timer = self.loop.call_at(self.until, self.came.set)
         try:
-            if error := await self.waiter:
-                raise error
+            await self.came.wait()
         finally:
-            self.waiter = None
             timer.cancel()
 
-    async def take(self, count: int, until: float) -> bytes:
+    async def take(self, count: int) -> bytes:
         while len(self.buffer) < count:
-            await self.more(until)
+            await self.more()
         data = bytes(memoryview(self.buffer)[:count])
         del self.buffer[:count]
+        self.transport.resume_reading()                  # else nobody notices that the client leaves
         return data
 
-    async def line(self, end: bytes, until: float) -> str:
+    async def line(self, end: bytes) -> str:
         """Text up to `end`, which is taken, too."""
         while (at := self.buffer.find(end)) < 0 and len(self.buffer) <= MAX_HEAD_BYTES:
-            await self.more(until)
+            await self.more()
         if not 0 <= at <= MAX_HEAD_BYTES:
             raise ApiError(431, f"head or line over {MAX_HEAD_BYTES} bytes")
-        return (await self.take(at + len(end), until))[:at].decode("latin-1")
+        return (await self.take(at + len(end)))[:at].decode("latin-1")
 
-    async def head(self, until: float) -> tuple[str, dict[str, str]]:
+    async def head(self) -> tuple[str, dict[str, str]]:
         """First line and headers, names in lower case. 400 for what servers read differently: folding, double lengths."""
-        first, *lines = (await self.line(b"\r\n\r\n", until)).split("\r\n")
+        first, *lines = (await self.line(b"\r\n\r\n")).split("\r\n")
         headers: dict[str, str] = {}
         for match in map(HEADER.fullmatch, lines):
             name = match[1].lower() if match else ""
@@ -202,17 +202,17 @@ class Wire(asyncio.Protocol):
             raise ApiError(400, "both content-length and transfer-encoding")
         return first, headers
 
-    async def body(self, headers: dict[str, str], limit: int, until: float) -> bytes:
+    async def body(self, headers: dict[str, str], limit: int) -> bytes:
         """The body, by length or in chunks. 400 malformed, 413 over `limit` bytes."""
         if headers.get("transfer-encoding", "chunked").lower() != "chunked":
             raise ApiError(400, "transfer-encoding must be chunked")
         if "transfer-encoding" not in headers:
-            return await self.take(parse_length(headers.get("content-length", "0"), 10, limit), until)
+            return await self.take(parse_length(headers.get("content-length", "0"), 10, limit))
         pieces = []
-        while size := parse_length((await self.line(b"\r\n", until)).split(";")[0].strip(), 16, limit):
-            pieces.append((await self.take(size + 2, until))[:-2])
+        while size := parse_length((await self.line(b"\r\n")).split(";")[0].strip(), 16, limit):
+            pieces.append((await self.take(size + 2))[:-2])
             limit -= size
-        while await self.line(b"\r\n", until):
+        while await self.line(b"\r\n"):
             pass                                         # trailers
         return b"".join(pieces)
 
@@ -234,16 +234,9 @@ class Server:
     async def start(self, listen: str) -> str:
         """Binds; returns the URL, with the real port."""
         host, port = parse_listen(listen, bool(self.token))
-        self.server = await asyncio.get_running_loop().create_server(lambda: Wire(self.serve), host, port, backlog=4096)
+        self.listener = await asyncio.get_running_loop().create_server(lambda: Wire(self.serve), host, port, backlog=4096)
         host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server.sockets[0].getsockname()[1]}"
-
-    async def stop(self) -> None:
-        self.server.close()
-        for task in self.tasks:
-            task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=1.0)
+        return f"http://{host}:{self.listener.sockets[0].getsockname()[1]}"
 
     async def serve(self, wire: Wire) -> None:
         self.tasks.add(wire.task)
@@ -260,17 +253,18 @@ class Server:
         """One request and its reply. False: the connection is done."""
         if wire.transport.get_write_buffer_size() > MAX_BODY_BYTES:
             raise ConnectionError("it sends requests and does not read the replies")
+        wire.until = wire.loop.time() + IDLE_S
         while not wire.buffer:
-            await wire.more(wire.loop.time() + IDLE_S)
+            await wire.more()
         try:
             request = await self.read(wire)
         except ApiError as error:                        # its body is unread: answer, drop what still comes, close
             wire.transport.write(error.reply().render(is_last=True))
             wire.transport.write_eof()
-            until = wire.loop.time() + LINGER_S
+            wire.until = wire.loop.time() + LINGER_S
             while True:                                  # ends with the client's close, or at `until`
                 wire.buffer.clear()
-                await wire.more(until)
+                await wire.more()
         try:
             if request.path in ("/pause", "/resume"):
                 self.limit_pause(request.path == "/pause")
@@ -289,9 +283,9 @@ class Server:
 
     async def read(self, wire: Wire) -> Request:
         """One request, checked. ApiError: its body was not read to the end."""
-        part = "head"
         try:
-            first, headers = await wire.head(wire.loop.time() + HEAD_S)
+            wire.until = wire.loop.time() + HEAD_S
+            first, headers = await wire.head()
             match = re.fullmatch(r"([A-Z]{1,16}) ([!-~]{1,8192}) HTTP/1\.([01])", first)
             if not match:
                 raise ApiError(400, "malformed request line")
@@ -303,10 +297,10 @@ class Server:
                 raise ApiError(404, "no such route")
             if ROUTES[path] != match[1]:
                 raise ApiError(405, f"use {ROUTES[path]}", Allow=ROUTES[path])
-            part = "body"
-            body = await wire.body(headers, MAX_BODY_BYTES, wire.loop.time() + BODY_S)
+            wire.until = wire.loop.time() + BODY_S
+            body = await wire.body(headers, MAX_BODY_BYTES)
         except TimeoutError:
-            raise ApiError(408, f"the {part} came too slowly") from None
+            raise ApiError(408, "the request came too slowly") from None
         is_last = match[3] == "0" or headers.get("connection", "").lower() == "close"
         return Request(path, dict(parse_qsl(query[:1000])), is_last, body)
 
@@ -341,7 +335,7 @@ class Replica:
     """The router's side of one replica: an HTTP client with keep-alive, last used first, and what is known of it.
 
     It follows no redirect, so the token goes nowhere else."""
-    def __init__(self, url: str, token: str = "", is_member: bool = False):
+    def __init__(self, url: str, token: str = ""):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise ValueError(f"a replica's URL must be http(s)://HOST[:PORT], got {url!r}")
@@ -350,7 +344,7 @@ class Replica:
         authorization = f"Authorization: Bearer {token}\r\n" if token else ""
         self.headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n{authorization}"
         self.idle, self.busy = [], set()                 # connections
-        self.is_member = is_member                       # it reads the bucket itself; others are given paths
+        self.is_member = False                           # it reads the bucket itself; others are given paths
         self.state, self.fails, self.last_error = "joining", 0, ""   # fails: of health, in a row
         self.in_flight = 0                               # rollouts (n of each request)
         self.base, self.max_model_len, self.config = "", None, {}    # what it says of itself; config: its vllm_config
@@ -375,8 +369,9 @@ class Replica:
                 continue
             self.busy.add(wire)
             try:
+                wire.until = until
                 wire.transport.write(head.encode() + body)
-                reply, is_last = await read_reply(wire, until)
+                reply, is_last = await read_reply(wire)
                 self.idle.append(wire) if not is_last else wire.transport.close()
                 return reply
             except BaseException as error:
@@ -399,24 +394,21 @@ class Replica:
         reply = await self.request(method, path, b"" if body is None else json.dumps(body).encode(), limit_s)
         if reply.status != 200:
             raise ApiError(reply.status, f"{path}: {reply.status} {reply.body[:300].decode(errors='replace')}")
-        with suppress(ValueError):
-            value = json.loads(reply.body)
-            return value if isinstance(value, dict) else {}
-        return {}
+        return json_object(reply.body) or {}
 
     def close(self) -> None:
         wires, self.idle, self.busy = [*self.idle, *self.busy], [], set()
         for wire in wires:
             wire.transport.abort()
 
-async def read_reply(wire: Wire, until: float) -> tuple[Reply, bool]:
+async def read_reply(wire: Wire) -> tuple[Reply, bool]:
     """A reply, and whether the connection is done. ConnectionError if it is cut or malformed."""
     try:
         status = 100
         while 100 <= status < 200:
-            first, headers = await wire.head(until)
+            first, headers = await wire.head()
             status = int(first[9:12])
-        body = await wire.body(headers, MAX_REPLY_BYTES, until)
+        body = await wire.body(headers, MAX_REPLY_BYTES)
     except (ValueError, ApiError) as error:
         raise ConnectionError(f"malformed reply: {error}") from None
     return Reply(body, status, headers.get("content-type", "")), headers.get("connection", "").lower() == "close"
@@ -688,13 +680,10 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
         others["an older version"] = clean(older)
     away = {what: distance(rows, got) for what, rows in {"the adapter": adapter, **others}.items()}
     nearest = min(away, key=away.get)
-    shared = [(prompt, token) for prompt in range(len(got)) for token in adapter[prompt].keys() & got[prompt].keys()]
-    worst, why = math.inf, "no token in common"
-    if shared:
-        gap = lambda at: abs(adapter[at[0]][at[1]] - got[at[0]][at[1]])  # noqa: E731
-        prompt, token = max(shared, key=gap)
-        worst = gap((prompt, token))
-        why = f"prompt {prompt} token {token}: expected {adapter[prompt][token]:.4f}, got {got[prompt][token]:.4f}"
+    gaps = [(abs(want[token] - row[token]),
+             f"prompt {number} token {token}: expected {want[token]:.4f}, got {row[token]:.4f}")
+            for number, (want, row) in enumerate(zip(adapter, got)) for token in want.keys() & row.keys()]
+    worst, why = max(gaps, default=(math.inf, "no token in common"))
     why += f"; nearest is {nearest}, {away[nearest]:.2g} nats away"
     if "float32" in canary.get("dtype", "float32"):
         return worst <= FP32_TOLERANCE and away["the adapter"] < math.inf, why
@@ -706,8 +695,12 @@ def canary_verdict(canary: dict, got: list[dict[int, float]], older: list[dict] 
     return (all(distance(adapter, rows) > noise for rows in others.values()) or None), why
 
 class Chooser:
-    """Chained block hashes -> replicas. O(prompt length) per request; remembers the `max_blocks` blocks used last. A
-    block is common, and says nothing, when every candidate owns it or two different blocks have followed it."""
+    """Chained block hashes -> replicas. O(prompt length) per request. A block is common, and says nothing, when every
+    candidate owns it or two different blocks have followed it.
+
+    It remembers the `max_blocks` blocks used last. A block saves a prefill only while requests of its prompt under its
+    version are still to come: as many prompts matter as groups are in flight. 8,192 blocks are those of 128 groups (eight
+    actors with 128 rollouts each, G = 8) with prompts of 1,024 tokens. What is forgotten is prefilled once more."""
     MANY = -1                                            # followed by several; hash() is never -1
 
     def __init__(self, max_blocks: int = MAX_BLOCKS):
@@ -825,21 +818,19 @@ class Adapter:
 class Router:
     """Keeps the fleet right, and forwards completions. `wanted`: what every replica must hold, the bucket's newest
     version first."""
-    def __init__(self, bucket=None, replicas=(), replica_token: str = "", adapter_dir: str = "",
-                 request_limit_s: float = 600.0):
+    def __init__(self, bucket, replicas: list[str], replica_token: str, adapter_dir: str, request_limit_s: float):
         self.bucket, self.token, self.request_limit_s = bucket, replica_token, request_limit_s
         self.roots = [os.path.abspath(root) for root in (adapter_dir, getattr(bucket, "root", None)) if root]
         self.wanted: dict[str, Adapter] = {}
         self.replicas: dict[str, Replica] = {}
         self.chooser, self.counts, self.lock, self.is_on_hold = Chooser(), Counter(), asyncio.Lock(), False
-        self.member, self.live_versions = None, 0
         for url in replicas:
-            self.add(url, is_member=False)
+            self.add(url)
 
     # The fleet.
 
-    def add(self, url: str, is_member: bool) -> None:
-        replica = self.replicas[url] = Replica(url, self.token, is_member)
+    def add(self, url: str) -> None:
+        replica = self.replicas[url] = Replica(url, self.token)
         replica.watch = asyncio.ensure_future(self.watch(replica))   # kept: a task nobody refers to may be collected
 
     def news(self, published: list[Adapter], urls: set[str]) -> None:
@@ -848,7 +839,7 @@ class Router:
         self.wanted = {adapter.name: adapter for adapter in published} | loaded
         for url in urls - self.replicas.keys():
             try:
-                self.add(url, is_member=True)
+                self.add(url)
             except ValueError as error:
                 log.warning("member ignored: %s", error)
         for replica in list(self.replicas.values()):
@@ -864,37 +855,38 @@ class Router:
     async def follow(self, url: str) -> None:
         """Hears again and again what is published and who lives; announces itself as `url`. Outlives a failing bucket."""
         bucket, members, adapters, said = self.bucket, LiveMembers(self.bucket, "sampler"), {}, ""
+        me, live_versions = None, 0
         def look() -> tuple[list[Adapter], set[str]]:
             """In a thread, for a bucket may take its time."""
-            nonlocal adapters
-            if not self.member:
+            nonlocal me, live_versions, adapters
+            if not me:
                 if "run.json" not in bucket.list("run.json"):
                     raise NotFound(f"waiting for run.json in {bucket.address}")
                 run = json.loads(bucket.get("run.json"))
-                self.live_versions = int(run["max_staleness"]) + 2
-                self.member = Member(bucket, "proxy", url, str(run.get("run_id", "")), doing="routing")
-                self.member.start()
+                live_versions = int(run["max_staleness"]) + 2
+                me = Member(bucket, "proxy", url, run["run_id"], doing="routing")
+                me.start()
             # Found by listing, a manifest being written last; read once each.
-            keys = sorted(key for key in bucket.list("adapters/") if key.endswith("/manifest.json"))
-            keys = keys[:-self.live_versions - 1:-1]
-            adapters = {key: adapters.get(key) or published(key, bucket.get(key)) for key in keys}
+            keys = sorted((key for key in bucket.list("adapters/") if key.endswith("/manifest.json")), reverse=True)
+            adapters = {key: adapters.get(key) or published(key, bucket.get(key)) for key in keys[:live_versions]}
             urls = {record["url"] for record in members.poll(POLL_S).values() if record["url"]}
             return [adapter for adapter in adapters.values() if adapter.name], urls
         try:
             while bucket:
-                trouble = ""
                 try:
                     self.news(*await in_thread(look))
+                    trouble = ""
+                except NotFound as error:                # too early
+                    trouble = str(error)
                 except (OSError, ValueError, LookupError, TypeError) as error:
-                    is_early = isinstance(error, NotFound)
-                    trouble = str(error) if is_early else f"bucket: {type(error).__name__}: {error} (going on)"
-                if trouble and trouble != said:
+                    trouble = f"bucket: {type(error).__name__}: {error} (going on)"
+                if trouble not in ("", said):
                     log.warning("%s", trouble)
                 said = trouble
                 await asyncio.sleep(POLL_S if bucket.root is None else POLL_S / 5)   # a folder's listing costs nothing
         finally:
-            if self.member:
-                self.member.stop()
+            if me:
+                me.stop()
 
     def move(self, replica: Replica, state: str, why: str = "") -> None:
         """To another state. Out of service, it must prove everything again."""
@@ -935,8 +927,7 @@ class Router:
             except Exception:
                 log.exception("watching %s failed", replica.url)
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await replica.wake.wait()
+                await asyncio.wait_for(replica.wake.wait(), POLL_S)
 
     async def check(self, replica: Replica) -> None:
         """Health and models; notices a restart; starts to load what is missing, and unloads what is out of date."""
@@ -1116,7 +1107,7 @@ class Router:
             raise ApiError(400, f"`{name}` is a version of the bucket: publish it there")
         path = folder_inside(path, self.roots)
         # Shielded: a client that leaves must not leave half of the replicas loaded.
-        await asyncio.shield(asyncio.ensure_future(self.load(name, path)))
+        await asyncio.shield(self.load(name, path))
         return done("added", name)
 
     async def load(self, name: str, path: str) -> None:
@@ -1231,8 +1222,9 @@ def published(key: str, manifest: bytes) -> Adapter:
 
 # ---- Running --------------------------------------------------------------------------------------------------------
 
-def serve(make_app, listen: str, token: str, on_ready, pause_limit_s: float, stop: threading.Event | None) -> None:
-    """Blocking: serves an app until SIGTERM, Ctrl-C or `stop`."""
+def serve(make_app, listen: str, token: str = "", on_ready=print, pause_limit_s: float = 60.0,
+          stop: threading.Event | None = None) -> None:
+    """Blocking: serves an app until SIGTERM, Ctrl-C or `stop`; `on_ready` gets its URL."""
     async def run():
         loop, end, app = asyncio.get_running_loop(), asyncio.Event(), make_app()
         if threading.current_thread() is threading.main_thread():
@@ -1245,24 +1237,20 @@ def serve(make_app, listen: str, token: str, on_ready, pause_limit_s: float, sto
         on_ready(url)
         following = asyncio.ensure_future(app.follow(url))
         await end.wait()
-        following.cancel()
-        await asyncio.wait([following])
-        await server.stop()
+        server.listener.close()
+        following.cancel()                           # as asyncio.run now does with all tasks, and awaits them
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]       # a completion in flight takes two connections
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 10240) if sys.platform == "darwin" else most, most))   # macOS: OPEN_MAX
     asyncio.run(run())
 
-def serve_replica(engine, listen: str, token: str = "", on_ready=print, roots=(), pause_limit_s: float = 60.0,
-                  stop: threading.Event | None = None) -> None:
-    """Blocking: the API over one engine. `roots`: folders that a lora_path may be in."""
-    serve(lambda: ReplicaServer(engine, roots), listen, token, on_ready, pause_limit_s, stop)
+def serve_replica(engine, listen: str, token: str = "", roots=(), **how) -> None:
+    """`serve` of the API over one engine. `roots`: folders that a lora_path may be in."""
+    serve(lambda: ReplicaServer(engine, roots), listen, token, **how)
 
 def serve_router(bucket, replicas, listen: str, token: str = "", replica_token: str = "", adapter_dir: str = "",
-                 pause_limit_s: float = 60.0, request_limit_s: float = 600.0, on_ready=print,
-                 stop: threading.Event | None = None) -> None:
-    """Blocking: the router over these replicas and the bucket's samplers."""
-    serve(lambda: Router(bucket, replicas, replica_token or token, adapter_dir, request_limit_s), listen, token, on_ready,
-          pause_limit_s, stop)
+                 request_limit_s: float = 600.0, **how) -> None:
+    """`serve` of the router over these replicas and the bucket's samplers."""
+    serve(lambda: Router(bucket, replicas, replica_token or token, adapter_dir, request_limit_s), listen, token, **how)
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="proxy.py", description=__doc__.splitlines()[0], allow_abbrev=False)

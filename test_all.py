@@ -3640,11 +3640,13 @@ def test_a_load_that_the_engine_refuses_keeps_its_status_and_reason(tmp_path):
         reply = proxy_load(url, "x", tmp_path / "a")
         assert (reply.status_code, reply.json()["error"]["message"]) == (404, "No adapter found for x")
 
-def test_a_client_that_leaves_frees_the_engine():
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_client_that_leaves_frees_the_engine(size):
+    """Also after a body so large that reading was paused meanwhile."""
     engine = ProxyEngine(hold=True)
     with proxy_replica(engine) as url:
         with pytest.raises(requests.Timeout):
-            proxy_ask(url, "tiny", limit_s=0.3)
+            proxy_ask(url, "tiny", limit_s=0.3, user="x" * size)
         assert engine.cancelled.wait(5) and engine.pending[0][0].cancelled()
 
 def test_a_forgotten_pause_ends_by_itself_and_health_stays_well():
