@@ -688,7 +688,10 @@ def run(args: argparse.Namespace) -> int:
         with bucket.open(args.key) as data, open(args.file or os.dup(1), "wb") as file:
             shutil.copyfileobj(data, file, CHUNK_BYTES)
     elif args.command == "put":
-        with open(args.file, "rb") as data:
+        with open(args.file, "rb") if args.file else tempfile.TemporaryFile() as data:
+            if not args.file:     # a pipe cannot be read twice, as signing and retries ask for
+                shutil.copyfileobj(sys.stdin.buffer, data, CHUNK_BYTES)
+                data.seek(0)
             bucket.put(args.key, data)
     elif args.command == "rm":
         bucket.delete_prefix(args.key) if args.key.endswith("/") else bucket.delete(args.key)
@@ -721,7 +724,7 @@ def main(argv: list[str] | None = None) -> int:
             ("serve", "dir", "serve a folder as an S3 store"),
             ("ls", "address prefix?", "print the keys that begin with PREFIX"),
             ("get", "address key file?", "copy an object to a file or stdout"),
-            ("put", "address key file", "copy a file to an object"),
+            ("put", "address key file?", "copy a file or stdin to an object"),
             ("rm", "address key", "delete an object or, if KEY ends with /, all below it"),
             ("check", "address", "test the guarantees there"),
             ("mirror", "address dir", "keep DIR/adapters equal to the bucket's, for a vLLM that reads a local path")]:
