@@ -807,12 +807,12 @@ class Learner:
         self.behind, self.keeper = Behind(), Behind()  # entries, parts, adapters in order; checkpoints and cleaning
         self.groups: dict[str, Group] = {}     # valid, not yet named by an entry
         self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
-        self.consumed: dict[str, int] = {}     # key: step of the entry that names it, until it is deleted
+        self.consumed: dict[str, int] = {}     # key: step of the entry that names it, while it is young or may lie there
         self.metrics: dict = {}                # of the last step applied; the next entry carries them
         self.mean_step_s = 0.0
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
         self.unmoved = self.queue_groups = self.place = self.decided = 0
-        self.look_sent, self.has_swept, self.canary_base, self.mismatch = None, False, None, None
+        self.look_sent = self.canary_base = self.mismatch = None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
         self.member.update(steps=args.steps, behind=2)
         self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
@@ -821,20 +821,26 @@ class Learner:
     # ---- start and recovery
 
     def start(self) -> None:
-        """Loads the newest trusted checkpoint and learns which groups the log has already named."""
         if not self.bucket.probe():
             self.refuse_company()
         self.member.start()
-        self.at_start = newest = self.log.refresh()
+        self.at_start = self.catch_up()
+
+    def catch_up(self) -> int:
+        """Loads the newest trusted checkpoint and learns which groups there are and which the log has already named,
+        whatever was known before. Returns the newest step decided."""
+        newest = self.log.refresh()
         young = policy_version(newest, self.run) - self.run["max_staleness"]
         oldest = max(0, min([young, *map(number_in, self.bucket.list("groups/"))]) * self.run["sync_steps"])
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
-        self.consumed = self.log.named(oldest + 1, newest)
+        self.groups, self.refused, self.consumed = {}, {}, self.log.named(oldest + 1, newest)
         self.load_checkpoint(newest)
         self.member.update(behind=newest - self.state.step)
+        self.look_sent = None
         self.look()  # at all groups that lie there, while all that they can be named by is known
         if newest:
             say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
+        return newest
 
     def refuse_company(self) -> None:
         """Without conditional writes two learners could decide one step twice: watch whether another one is alive."""
@@ -885,7 +891,7 @@ class Learner:
 
     def look(self, is_patient: bool = True) -> None:
         """Takes in what a look at the bucket found, if it is back or `is_patient`, and sends the next one out."""
-        self.look_sent = self.look_sent or self.pool.submit(self.look_once)
+        self.look_sent = self.look_sent or self.pool.submit(self.look_once, "")
         if not is_patient and not self.look_sent.done():
             return
         for key, group in self.look_sent.result():
@@ -897,17 +903,12 @@ class Learner:
                 self.refused[key] = group
                 self.member.update(set_aside=list(self.refused))
                 warn(f"{key} is set aside: {group}")
-        if self.place:  # whoever cleans remembers what it deletes; the others only what a look could still list
-            oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
-            self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest}
-        self.look_sent = self.pool.submit(self.look_once)
+        # The first look is at all groups, then at those young enough to train on: its cost does not grow with the run.
+        oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
+        self.look_sent = self.pool.submit(self.look_once, f"groups/{max(0, oldest):06d}")
 
-    def look_once(self) -> list[tuple[str, Group | str]]:
-        """Thread: the newest entry, the learners alive, and the groups not seen before: all of them the first time,
-        then those young enough to train on. Listing starts there, so its cost does not grow with the run."""
-        version = policy_version(self.state.step, self.run)
-        start = f"groups/{max(0, version - self.run['max_staleness']):06d}" if self.has_swept else ""
-        self.has_swept = True
+    def look_once(self, start: str) -> list[tuple[str, Group | str]]:
+        """Thread: the newest entry, the learners alive, and the groups not seen before, from key `start` on."""
         self.log.refresh()
         self.company = self.find_company()
         new = [k for k in self.bucket.list("groups/", start_after=start)
@@ -1214,22 +1215,12 @@ class Learner:
                 attempt, furthest = attempt + 1, max(furthest, self.state.step + 1)
                 self.recover(problem, attempt)
             except NotFound:  # this learner slept, and others have cleaned: a newer checkpoint stands for what is gone
-                self.skip_ahead()
+                before = self.state.step
+                self.catch_up()
+                if self.state.step <= before:
+                    raise
         self.keeper.landed()
         self.evaluate()
-
-    def skip_ahead(self) -> None:
-        """Goes on from a newer checkpoint; the error that led here is raised again where there is none."""
-        before = self.state.step
-        self.load_checkpoint(self.log.refresh())
-        if self.state.step <= before:
-            raise
-        say("skipped", checkpoint=self.state.step, from_step=before)
-        named = self.log.named(before + 1, self.state.step)
-        self.consumed |= named
-        for key in named:
-            self.groups.pop(key, None)
-            self.refused.pop(key, None)
 
     def step(self) -> None:
         """One step: entry, parts, fold, publish. Prints its line unless it only replays what was decided long ago."""
