@@ -1152,10 +1152,10 @@ class Learner:
         self.canary_base = self.canary_base or top(None)
         return {"prompts": prompts, "dtype": str(self.policy.model.dtype).removeprefix("torch."), "adapter": top(0), "base": self.canary_base}
 
-    def clean(self, state: State, consumed: dict[str, int]) -> tuple[list[str], dict[str, str]]:
+    def clean(self, state: State, consumed: dict[str, int]) -> dict[str, str]:
         """Thread: deletes what no restart can need: below the checkpoint *before* the newest one that an entry confirms.
 
-        Returns the deleted groups, and those too old to be listed any more that no entry names: the next entry drops them."""
+        Returns the groups too old to be listed any more that no entry names: the next entry drops them."""
         run, version, log = self.run, policy_version(state.step, self.run), Log(self.bucket, self.run)
 
         def is_confirmed(step):
@@ -1166,31 +1166,27 @@ class Learner:
                 return False
         kept = [s for s in manifests(self.bucket, "checkpoints/") if s < state.step and is_confirmed(s)]
         floor, oldest = kept[-2] if len(kept) > 1 else 0, version - run["max_staleness"]
-        gone = [k for k, t in consumed.items() if t <= floor]
-        late, swept = self.sweep(oldest, floor, state.step, consumed, log)
+        late, swept = [], {}
+        for key in self.bucket.list("groups/"):
+            v, step = number_in(key), consumed.get(key)
+            if step is None and v < oldest:  # not seen here, or forgotten: its entry, if there is one, is among these
+                last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
+                step = log.named(v * run["sync_steps"] + 1, min(state.step, last)).get(key)
+                if step is None:
+                    swept[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
+            if step is not None and step <= floor:
+                late.append(key)
         for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
             late += [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]
         for role, members in (("learner", self.learners), ("actor", self.actors)):
             members.poll(1.0)  # silence is counted from the last look
             late += [f"members/{role}-{i}.json" for i, silent_s in members.missing().items() if silent_s > 60]
         with ThreadPoolExecutor(8) as pool:  # of its own: a look at the bucket must not stand behind a thousand deletions
-            list(pool.map(self.bucket.delete, gone + late))
+            list(pool.map(self.bucket.delete, late))
         for v in manifests(self.bucket, "adapters/"):
             if v < version - max(10, 2 * (run["max_staleness"] + 2)):
                 self.bucket.delete_prefix(f"adapters/v{v:06d}")
-        return [k for k in gone if number_in(k) < oldest], swept  # younger: a late duplicate could still be listed
-
-    def sweep(self, oldest: int, floor: int, step: int, consumed: dict, log: Log) -> tuple[list[str], dict[str, str]]:
-        """Of the groups too old to be listed: late duplicates of those that an entry did name, and drops to record."""
-        run, late, swept = self.run, [], {}
-        for key in [k for k in self.bucket.list("groups/") if number_in(k) < oldest and k not in consumed]:
-            v = number_in(key)
-            last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
-            if named_at := log.named(v * run["sync_steps"] + 1, min(step, last)).get(key):
-                late += [key] * (named_at <= floor)
-            else:
-                swept[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
-        return late, swept
+        return swept
 
     # ---- the loop
 
@@ -1238,6 +1234,8 @@ class Learner:
         for key in named_groups(entry):
             self.consumed[key] = step
             self.refused.pop(key, None)
+        oldest, cleaned = policy_version(step, run) - run["max_staleness"], step - 2 * run["checkpoint_steps"]
+        self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest or t >= cleaned}
         self.watch_movement(before)
         began_sync = time.monotonic()
         self.clock["apply_s"] = began_sync - began_apply
@@ -1263,9 +1261,7 @@ class Learner:
         """What one learner does for all: checkpoints, the cleaning that a confirmed one allows, evaluations."""
         every = self.run["checkpoint_steps"]
         if step % every == 0:
-            deleted, swept = self.keeper.landed() or ((), {})  # the cleaning after the checkpoint before
-            for key in deleted:
-                self.consumed.pop(key, None)
+            swept = self.keeper.landed() or {}  # by the cleaning after the checkpoint before
             self.refused |= {k: reason for k, reason in swept.items() if k not in self.groups and k not in self.consumed}
             self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
             self.keeper.write(crash_point, "before-cleanup", step)
