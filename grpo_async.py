@@ -649,6 +649,16 @@ def read_group(data: bytes, key: str, run: dict) -> Group:
                  header["adapter_sha256"], key)
 
 
+def read_twice(bucket, key: str, parse):
+    """What `parse` makes of an object, or in words why nothing: judged after a second read, as a transfer may fail."""
+    for _ in range(2):
+        try:
+            return parse(bucket.get(key))
+        except Corrupt as error:
+            problem = f"invalid: {error}"
+    return problem
+
+
 def number_in(key: str) -> int:
     """The version of a group's or an adapter's key, the step of any other: the six digits of its second segment."""
     return int(key.split("/")[1].lstrip("v")[:6])
@@ -923,16 +933,11 @@ class Learner:
         return sorted(i for i, s in pace_s.items() if s <= limit)
 
     def try_group(self, key: str) -> Group | str:
-        """The group, or why it cannot be trained on (after a second read: a transfer may have failed); "" if gone."""
-        problem = ""
-        for _ in range(2):
-            try:
-                return read_group(self.bucket.get(key), key, self.run)
-            except NotFound:
-                return ""
-            except Corrupt as error:
-                problem = f"invalid: {error}"
-        return problem
+        """The group, or why it cannot be trained on; "" if it is gone."""
+        try:
+            return read_twice(self.bucket, key, lambda data: read_group(data, key, self.run))
+        except NotFound:
+            return ""
 
     def decide(self, step: int) -> dict | None:
         """The entry of a step if there are groups enough, else None. If another learner's came first, that counts."""
@@ -1049,21 +1054,19 @@ class Learner:
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
         """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
-        found = []
-        for key in sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len):  # 002 before 002.1
+        def read(key: str) -> tuple[int, int, tuple | str | None]:
             chunk, _, attempt = Path(key).name.removesuffix(".safetensors").partition(".")
-            if int(chunk) not in have and int(attempt or 0) >= spoilt.get(int(chunk), 0):
-                found.append((key, int(chunk), int(attempt or 0)))
-        for (key, chunk, attempt), data in zip(found, self.pool.map(self.bucket.get, [key for key, _, _ in found])):
-            for is_last in (False, True):  # read twice before judging: a transfer may have failed
-                if chunk in have:
-                    break
-                try:
-                    have[chunk] = self.read_part(self.bucket.get(key) if is_last else data, entry, chunk)
-                except Corrupt as error:
-                    if is_last:
-                        warn(f"{key} is set aside: {error}")
-                        spoilt[chunk] = attempt + 1
+            chunk, attempt = int(chunk), int(attempt or 0)
+            if chunk in have or attempt < spoilt.get(chunk, 0):
+                return chunk, attempt, None
+            return chunk, attempt, read_twice(self.bucket, key, lambda data: self.read_part(data, entry, chunk))
+        keys = sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len)  # 002 before 002.1
+        for key, (chunk, attempt, part) in zip(keys, self.pool.map(read, keys)):
+            if isinstance(part, str):
+                warn(f"{key} is set aside: {part}")
+                spoilt[chunk] = attempt + 1
+            elif part:
+                have.setdefault(chunk, part)
 
     def read_part(self, data: bytes, entry: dict, chunk: int) -> tuple[dict, dict]:
         """A part's (tensors in fp32, header); Corrupt unless it belongs to this entry, state and adapter, all finite."""
