@@ -1290,7 +1290,6 @@ class Learner:
         except ValueError as error:  # a model that only vLLM samples
             warn(f"no evaluation: {error}")
             return
-        self.policy.lora.load(0, self.state.adapter)
         self.bucket.put_new(key, json.dumps({"step": self.state.step, **scores}).encode())
         say("eval", step=self.state.step, **scores)
 
