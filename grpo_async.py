@@ -1330,18 +1330,12 @@ class Engine:
         self.max_model_len, self.vocab_size = run["max_prompt_tokens"] + run["max_tokens"], run["vocabulary"]
         self.dtype = str(policy.model.dtype).removeprefix("torch.")
         self.sampler = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=max_rows, max_len=self.max_model_len)
-        for name in ("cancel", "stats", "pause", "resume", "names", "unload"):
-            setattr(self, name, getattr(self.sampler, name))
-        self.encode, self.chat = (Task([], [], [], policy.tokenizer).encode,) * 2
+        self.encode = self.chat = Task([], [], [], policy.tokenizer).encode
         self.stop, self.threads, self.newest = threading.Event(), [], -1
 
-    @property
-    def is_paused(self) -> bool:
-        return self.sampler.is_paused
-
-    def submit(self, prompt_ids, n, max_tokens, temperature, name, seed, stop_ids=(), top_logprobs=0):
-        """lora.Sampler.submit; a client may ask for 20 top logprobs of a vocabulary of 16."""
-        return self.sampler.submit(prompt_ids, n, max_tokens, temperature, name, seed, stop_ids, min(top_logprobs, self.vocab_size))
+    def __getattr__(self, name: str):
+        """submit, cancel, names, unload, pause, is_paused, resume and stats are the sampler's own."""
+        return getattr(self.sampler, name)
 
     def decode(self, ids: list[int]) -> str:
         return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
@@ -1351,10 +1345,9 @@ class Engine:
 
     def start(self, follows: bool) -> None:
         """Starts generating; with `follows` (no router that loads the versions) also keeps up with the bucket."""
-        self.threads = [threading.Thread(target=self.sampler.run, args=(self.stop,), daemon=True)]
-        self.threads += [threading.Thread(target=self.follow, daemon=True)] if follows else []
-        for thread in self.threads:
-            thread.start()
+        for work in (self.sampler.run, self.follow) if follows else (self.sampler.run,):
+            self.threads.append(threading.Thread(target=work, args=(self.stop,), daemon=True))
+            self.threads[-1].start()
 
     def end(self) -> None:
         self.stop.set()
@@ -1376,10 +1369,10 @@ class Engine:
         except TimeoutError as error:  # slots are freed as requests end
             raise proxy.LoadError(503, str(error)) from None
 
-    def follow(self) -> None:
+    def follow(self, stop: threading.Event) -> None:
         """Thread: keeps the bucket's newest versions loaded, each checked by its canary before its first use."""
         refused = set()
-        while not self.stop.wait(poll_s(self.bucket)):
+        while not stop.wait(poll_s(self.bucket)):
             try:
                 version = max((v for v in manifests(self.bucket, "adapters/") if v not in refused), default=-1)
                 if version <= self.newest:
@@ -1389,7 +1382,8 @@ class Engine:
                     self.unload(old)
                 self.load(name, key)
                 canary = json.loads(self.bucket.get(f"{key}/manifest.json"))["canary"]
-                asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=20) for ids in canary["prompts"]]
+                top = min(20, self.vocab_size)
+                asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=top) for ids in canary["prompts"]]
                 is_right, reason = proxy.canary_verdict(canary, [f.result(120)[0].top_logprobs[0] for f in asked])
                 if is_right is False:
                     raise proxy.LoadError(400, reason)
@@ -1402,7 +1396,7 @@ class Engine:
                     self.unload(name)
             except Exception as error:  # this thread must outlive anything: without it the actor starves
                 warn(f"following the bucket: {type(error).__name__}: {error}; trying again")
-                self.stop.wait(1)
+                stop.wait(1)
 
     def version(self) -> int:
         """The newest policy version that passed its canary; -1 while there is none."""
