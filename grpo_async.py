@@ -1654,22 +1654,12 @@ def hasty(a: int, b: int) -> str:
     return f"{a // 10 + b // 10}{(a + b) % 10}"
 
 
-def show_progress(step: int, steps: int, loss: float) -> None:
-    """A bar on stderr that redraws itself on a terminal, and five plain lines in a file or a pipe."""
-    bar = f"base model: [{'#' * (20 * step // steps):20}] step {step}/{steps} loss {loss:.3f}"
-    if is_terminal(sys.stderr):
-        print(f"\r{bar}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-    elif step % (steps // 5) == 0:
-        print(bar, file=sys.stderr, flush=True)
-
-
-def train_tiny_base(seed: int, progress=show_progress):
+def train_tiny_base(seed: int):
     """A Llama of 132k parameters taught two habits by supervised steps: the model, in eval mode.
 
     First it only works sums out; then mostly the hasty way. What is left is a model that can add and seldom bothers:
-    right in about a third of its samples. `progress(step, steps, loss)` is called every 20 steps. The same seed gives
-    the same weights on the same machine: one thread, which is also fastest at this size.
-    """
+    right in about a third of its samples. The same seed gives the same weights on the same machine: one thread, which
+    is also fastest at this size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(seed)
@@ -1697,8 +1687,8 @@ def train_tiny_base(seed: int, progress=show_progress):
             group["lr"] = TINY_LR * min((step + 1) / 20, 1 - 0.98 * max(step - 20, 0) / (TINY_STEPS - 20))
         optimizer.step()
         optimizer.zero_grad()
-        if progress and (step + 1) % 20 == 0:
-            progress(step + 1, TINY_STEPS, loss.item())
+        if (step + 1) % (TINY_STEPS // 5) == 0:
+            tell(f"base model: step {step + 1}/{TINY_STEPS} loss {loss.item():.3f}", sys.stderr)
     torch.set_num_threads(threads)
     return model.eval()
 
