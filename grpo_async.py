@@ -1788,7 +1788,9 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
                 text = Path(path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{path}: {error}") from None
-            check_columns(read_rows(text, path), run, args)
+            bad = next((r for r in read_rows(text, path) if "answer" not in r), None)
+            if bad and not args.reward:
+                raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
             if not bucket.put_new(f"{name}.jsonl", text.encode()) and bucket.get(f"{name}.jsonl") != text.encode():
                 raise UserError(f"{bucket.address} holds another {name}.jsonl; take an empty bucket")
     if is_tiny and not any(bucket.list("base/manifest.json")):
@@ -1866,13 +1868,6 @@ def fingerprint(policy: Policy) -> str:
     return h.hexdigest()
 
 
-def check_columns(rows: list[dict], run: dict, args) -> None:
-    """UserError where the built-in reward would miss its column."""
-    bad = next((r for r in rows if "answer" not in r), None)
-    if bad and not args.reward:
-        raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
-
-
 def load_task(bucket, run: dict, args, tokenizer) -> Task:
     """Rows and rewards. Without --eval-data the last tenth of the data is held out; 256 rows are evaluated at most."""
     if run["task"] == "add":
@@ -1887,7 +1882,6 @@ def load_task(bucket, run: dict, args, tokenizer) -> Task:
     if run["rewards"] and not args.reward:
         raise UserError("this run scores with " + " ".join(f"--reward FILE.py:{n}={w:g}" for n, w, _ in run["rewards"]) + "; give the same file")
     rewards = [load_reward(spec)[:3] for spec in args.reward] or [(run["task"], 1.0, add_reward if run["task"] == "add" else math_reward)]
-    check_columns(rows + eval_rows, run, args)
     return Task(rows, eval_rows[:256], rewards, tokenizer, args.reward_timeout_s)
 
 
