@@ -1718,16 +1718,6 @@ def base_files(model) -> dict[str, bytes]:
 
 # ---------------------------------------------------------------- 8. Roles
 
-# What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
-RUN_DEFAULTS = {"model": "tiny", "task": "math", "steps": 200, "groups_per_step": 8, "group_size": 8, "max_tokens": 256,
-                "max_prompt_tokens": 512, "temperature": 1.0, "lora_r": 16, "lora_alpha": 32.0, "target_modules": "all-linear",
-                "lr": 1e-4, "lr_schedule": "constant", "warmup_steps": 5, "weight_decay": 0.0, "loss": "dapo",
-                "clip_low": None, "clip_high": None, "kl": 0.0, "tis": 0.0, "clip_norm": 1.0, "mask_truncated": False,
-                "max_staleness": 2, "sync_steps": 1, "checkpoint_steps": 25, "part_dtype": "float32", "seed": 0}
-TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
-                 "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
-
-
 def join_run(bucket, args) -> dict:
     """This bucket's run.json: created by a learner that finds none, waited for by everybody else.
 
@@ -2114,22 +2104,33 @@ def run_all(args, argv: list[str]) -> int:
 
 # ---------------------------------------------------------------- 9. Arguments and main
 
-RUN_FLAGS = (  # name, type or choices, meaning
-    ("model", str, "folder or hub id of a causal language model"),
-    ("task", ("add", "math"), "built-in reward; math: the last number is the answer column"),
-    ("steps", int, "optimizer steps in all; a higher number later goes on"), ("groups-per-step", int, "groups that make a step"),
-    ("group-size", int, "completions of a prompt"), ("max-tokens", int, "tokens of a completion at most"),
-    ("max-prompt-tokens", int, "longer prompts are passed over"), ("temperature", float, "of sampling, and of the trained distribution"),
-    ("lora-r", int, "rank"), ("lora-alpha", float, "the adapter is scaled by alpha / r"),
-    ("target-modules", str, "all-linear, or last names separated by commas"), ("lr", float, "AdamW learning rate"),
-    ("lr-schedule", ("constant", "linear"), "after the warm-up; linear ends at a tenth"), ("warmup-steps", int, "linear warm-up; 0: none"),
-    ("weight-decay", float, "of AdamW; 0: none"), ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "section 2 of this file"),
-    ("clip-low", float, "clip distance of the ratio below 1 (default by loss)"), ("clip-high", float, "the same above 1"),
-    ("kl", float, "weight of the KL term to the base; 0: none"), ("tis", float, "cap on the ratio; 0: none"),
-    ("clip-norm", float, "clip of the gradient's norm; 0: none"), ("max-staleness", int, "versions that a group may lag; 0: synchronous"),
-    ("sync-steps", int, "steps per published version"), ("checkpoint-steps", int, "steps between checkpoints"),
-    ("part-dtype", ("float32", "bfloat16"), "of the gradients in the bucket"), ("seed", int, "of base, adapter, order and sampling"),
-    ("mask-truncated", bool, "do not train completions cut at max-tokens"))
+# What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
+RUN_FLAGS = (  # name, type or choices, default, meaning
+    ("model", str, "tiny", "folder or hub id of a causal language model"),
+    ("task", ("add", "math"), "math", "built-in reward; math: the last number is the answer column"),
+    ("steps", int, 200, "optimizer steps in all; a higher number later goes on"),
+    ("groups-per-step", int, 8, "groups that make a step"), ("group-size", int, 8, "completions of a prompt, two or more"),
+    ("max-tokens", int, 256, "tokens of a completion at most"),
+    ("max-prompt-tokens", int, 512, "longer prompts are passed over"),
+    ("temperature", float, 1.0, "of sampling, and of the trained distribution"),
+    ("lora-r", int, 16, "rank"), ("lora-alpha", float, 32.0, "the adapter is scaled by alpha / r"),
+    ("target-modules", str, "all-linear", "all-linear, or last names separated by commas"),
+    ("lr", float, 1e-4, "AdamW learning rate"), ("warmup-steps", int, 5, "linear warm-up; 0: none"),
+    ("lr-schedule", ("constant", "linear"), "constant", "after the warm-up; linear ends at a tenth"),
+    ("weight-decay", float, 0.0, "of AdamW; 0: none"),
+    ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "dapo", "section 2 of this file"),
+    ("clip-low", float, None, "clip distance of the ratio below 1 (default by loss)"),
+    ("clip-high", float, None, "the same above 1"), ("tis", float, 0.0, "cap on the ratio; 0: none"),
+    ("kl", float, 0.0, "weight of the KL term to the base; 0: none"),
+    ("clip-norm", float, 1.0, "clip of the gradient's norm; 0: none"),
+    ("max-staleness", int, 2, "versions that a group may lag; 0: synchronous"),
+    ("sync-steps", int, 1, "steps per published version"), ("checkpoint-steps", int, 25, "steps between checkpoints"),
+    ("part-dtype", ("float32", "bfloat16"), "float32", "of the gradients in the bucket"),
+    ("seed", int, 0, "of base, adapter, order and sampling"),
+    ("mask-truncated", bool, False, "do not train completions cut at max-tokens"))
+RUN_DEFAULTS = {name.replace("-", "_"): default for name, _, default, _ in RUN_FLAGS}
+TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
+                 "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
 # What --help shows, so that it fits on a screen; --help-all shows every flag.
 EVERYDAY = ("role bucket sampler listen token device samplers actors out merge model data eval-data task reward steps groups-per-step "
             "group-size max-tokens max-prompt-tokens temperature lora-r lora-alpha lr loss kl max-staleness token-budget inflight recompute").split()
@@ -2157,29 +2158,27 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"async-grpo {VERSION}")
     parser.add_argument("--help-all", action="help", help="every flag; --help leaves the rare ones out")
 
-    def add(group, name, kind, default, text):
-        if isinstance(kind, tuple):
-            how, text = {"choices": kind, "metavar": "NAME"}, f"{', '.join(kind)}: {text}"
-        else:
-            how = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
-        is_shown = name in EVERYDAY or "--help-all" in argv
-        group.add_argument(f"--{name}", default=default, help=text if is_shown else argparse.SUPPRESS, **how)
-    here = parser.add_argument_group("this process")
-    run = parser.add_argument_group("the run (fixed by its first learner; everybody else reads it from the bucket)")
-    for name, kind, text in RUN_FLAGS:
-        key = name.replace("-", "_")
-        tiny = f"; tiny: {TINY_DEFAULTS[key]}" if key in TINY_DEFAULTS else ""
-        has_default = kind is not bool and RUN_DEFAULTS[key] is not None
-        add(run, name, kind, None, text + (f" (default {RUN_DEFAULTS[key]}{tiny})" if has_default else ""))
-    run.add_argument("--reward", action="append", default=[], metavar="SPEC", help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
-    for name, kind, default, text in PROCESS_FLAGS:
-        add(here, name, kind, default, text + (f" (default {default})" if default and name != "token" else ""))
+    for title, flags in (("this process", PROCESS_FLAGS),
+                         ("the run (fixed by its first learner; everybody else reads it from the bucket)", RUN_FLAGS)):
+        group = parser.add_argument_group(title)
+        for name, kind, default, text in flags:
+            tiny = TINY_DEFAULTS.get(name.replace("-", "_"))
+            if default is not None and kind is not bool and name != "token":
+                text += f" (default {default}{'' if tiny is None else f'; tiny: {tiny}'})"
+            if isinstance(kind, tuple):
+                how, text = {"choices": kind, "metavar": "NAME"}, f"{', '.join(kind)}: {text}"
+            else:
+                how = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
+            is_shown = name in EVERYDAY or "--help-all" in argv
+            group.add_argument(f"--{name}", default=None if flags is RUN_FLAGS else default,
+                               help=text if is_shown else argparse.SUPPRESS, **how)
+    group.add_argument("--reward", action="append", default=[], metavar="SPEC",
+                       help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
     args = parser.parse_args(argv)
-    for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.group_size == 1:
-        raise UserError("--group-size must be at least 2: an advantage compares completions of one prompt")
+    ones = ("steps", "groups_per_step", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps")
+    for name, least in {**dict.fromkeys(ones, 1), "group_size": 2}.items():
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if args.temperature is not None and args.temperature <= 0:
         raise UserError(f"--temperature must be above 0, got {args.temperature:g}")
     if args.target_modules and args.target_modules != "all-linear":
