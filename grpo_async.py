@@ -1478,14 +1478,14 @@ class Actor:
         self.bucket, self.run, self.args, self.task, self.sampler = bucket, run, args, task, sampler
         self.id, self.log, self.sequence, self.order = os.urandom(4).hex(), Log(bucket, run), itertools.count(), iter(())
         self.random = random.Random(f"{run['seed']} {self.id}")
-        self.lock, self.failure = threading.Condition(), None
+        self.lock, self.done, self.failure = threading.Condition(), threading.Event(), None
         self.consumed: dict[str, int] = {}   # recent groups that an entry names
-        self.waiting: set[str] = set()       # groups written and not yet named
-        self.mine: set[str] = set()          # of these, the ones written here since the last look at the bucket
+        self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
         self.sha256: dict[int, str] = {}     # of the adapter of each recent version
-        self.inflight = self.elsewhere = self.written = self.left_out = 0
+        self.waiting = self.inflight = self.elsewhere = 0  # groups: not named yet; in flight here; at other actors
+        self.written = self.left_out = 0     # groups; rollouts
         self.too_long: set[int] = set()      # rows passed over
-        self.version, self.is_done = -1, False
+        self.version = -1
         self.member, self.members = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id), proxy.LiveMembers(bucket)
 
     def work(self) -> None:
@@ -1495,15 +1495,12 @@ class Actor:
         for _ in range(max(1, self.args.inflight // self.run["group_size"])):
             threading.Thread(target=self.worker, daemon=True).start()
         wait = Wait(self.args.wait_s)
-        while not self.is_done and not self.failure:
+        while not self.done.is_set():
             newest = self.log.newest
             self.look()
             if self.version >= 0:
                 wait = Wait(self.args.wait_s, 0.2 if self.log.newest > newest else wait.share)
             wait.tick("a sampler that serves a version of the policy", self.args.poll_s)
-        with self.lock:
-            self.is_done = True
-            self.lock.notify_all()
         if self.failure:
             raise self.failure
         say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=len(self.too_long))
@@ -1514,39 +1511,41 @@ class Actor:
         oldest = policy_version(newest, self.run) - self.run["max_staleness"]
         named = self.log.named(max(known, oldest * self.run["sync_steps"]) + 1, newest)
         self.log.entries = {t: e for t, e in self.log.entries.items() if t == newest}
-        version, before = self.sampler.version(), set(self.mine)
+        version = self.sampler.version()
         if version >= 0:
             self.adapter_sha256(version)  # now: it may be pruned before a slow group ends
-        listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))
+        listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))  # the young ones
         others = [m for i, m in self.members.poll(0.5).items() if i != self.id]
         steps = max([self.args.steps, *(m.get("steps", 0) for m in others), *(self.log.read(t)["steps"] for t in (newest,) if t)])
         set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
             self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
-            self.mine = {k for k in self.mine - (before & listed) if number_in(k) >= oldest}
-            self.waiting = {k for k in listed | self.mine if k not in self.consumed and k not in set_aside and number_in(k) >= oldest}
+            self.mine = {k for k in self.mine - listed - self.consumed.keys() if number_in(k) >= oldest}
+            self.waiting = len(listed - self.consumed.keys() - set_aside)
             self.elsewhere, self.version = sum(m.get("inflight", 0) for m in others), version
-            self.is_done = self.is_done or newest >= steps
+            if newest >= steps:
+                self.done.set()
             self.lock.notify_all()
-        self.member.update(inflight=self.inflight, doing=f"{self.inflight} groups in flight, {len(self.waiting)} waiting")
+        self.member.update(inflight=self.inflight, doing=f"{self.inflight} groups in flight, {self.waiting} waiting")
 
     def may_start(self) -> bool:
         """The pacing rule: room in the queue, and the entry that will use the group comes before it is stale."""
-        ahead = len(self.waiting) + self.inflight + self.elsewhere
+        ahead = self.waiting + len(self.mine) + self.inflight + self.elsewhere
         used_at = policy_version(self.log.newest + ahead // self.run["groups_per_step"], self.run)
         return self.version >= 0 and ahead < self.args.queue_groups and used_at - self.version <= self.run["max_staleness"]
 
     def worker(self) -> None:
         while True:
             with self.lock:
-                self.lock.wait_for(lambda: self.is_done or self.may_start())
-                if self.is_done:
+                self.lock.wait_for(lambda: self.done.is_set() or self.may_start())
+                if self.done.is_set():
                     return
                 self.inflight += 1
             try:
                 self.make_group(next(self.sequence))
             except Exception as error:  # the main thread ends the process with it: a worker never dies silently
-                self.failure, self.is_done = self.failure or error, True
+                self.failure = self.failure or error
+                self.done.set()
             finally:
                 with self.lock:
                     self.inflight -= 1
@@ -1574,14 +1573,13 @@ class Actor:
             found = self.collect(prompt_ids, number)
         except Refused as error:
             warn(f"prompt {prompt_id} is left out: the sampler refuses it ({error})")
-            with self.lock:
-                self.lock.wait_for(lambda: self.is_done, 1.0)  # a sampler that refuses everything is not asked in a hot loop
+            self.done.wait(1.0)  # a sampler that refuses everything is not asked in a hot loop
             return
         scores = self.task.score(row, [c for c, _ in found]) if found else []
         kept = [(c, v, x) for (c, v), x in zip(found, scores) if x is not None]
         self.left_out += run["group_size"] - len(kept)
         if len(kept) < 2:
-            if not self.is_done:
+            if not self.done.is_set():
                 warn(f"group {number} of prompt {prompt_id} is dropped: {len(kept)} of {run['group_size']} rollouts have a reward")
             return
         completions, versions, rewards = (list(x) for x in zip(*kept))
@@ -1593,13 +1591,12 @@ class Actor:
         if self.bucket.put_new(key, write_group(group, run)):
             with self.lock:
                 self.mine.add(key)
-                self.waiting.add(key)
                 self.written += 1
 
     def collect(self, prompt_ids: list[int], number: int) -> list[tuple]:
         """[(completion, version)]: asks once for the whole group and again for what is missing, until the deadline."""
         run, deadline, found, pause = self.run, time.monotonic() + self.args.group_deadline_s, [], 0.05
-        while len(found) < run["group_size"] and (left := deadline - time.monotonic()) > 0 and not self.is_done:
+        while len(found) < run["group_size"] and (left := deadline - time.monotonic()) > 0 and not self.done.is_set():
             seed, version = random.Random(f"{run['seed']} {self.id} {number} {len(found)}").getrandbits(31), self.version
             try:
                 new = self.sampler.sample(prompt_ids, run["group_size"] - len(found), version, seed,
@@ -1611,8 +1608,7 @@ class Actor:
             except (Busy, TimeoutError) as error:
                 if pause > 1:
                     warn(f"group {number} asks again in {pause:.0f} s: {error}")
-                with self.lock:
-                    self.lock.wait_for(lambda: self.is_done, min(left, pause * random.uniform(0.5, 1.5)))
+                self.done.wait(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(10.0, pause * 2)
                 continue
             found += new
