@@ -1156,16 +1156,13 @@ class Learner:
 
         Returns the groups too old to be listed any more that no entry names: the next entry drops them."""
         run, version, log = self.run, policy_version(state.step, self.run), Log(self.bucket, self.run)
-
-        def is_confirmed(step):
-            try:
+        kept, late, swept = [0, 0], [], {}
+        for step in [s for s in manifests(self.bucket, "checkpoints/") if s < state.step]:
+            with contextlib.suppress(NotFound):  # another learner cleans, too
                 manifest = json.loads(self.bucket.get(f"checkpoints/{step:06d}/manifest.json"))
-                return manifest.get("digest") == log.read(step + 1)["digest_before"]
-            except NotFound:  # another learner cleans, too
-                return False
-        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < state.step and is_confirmed(s)]
-        floor, oldest = kept[-2] if len(kept) > 1 else 0, version - run["max_staleness"]
-        late, swept = [], {}
+                if manifest["digest"] == log.read(step + 1)["digest_before"]:
+                    kept.append(step)
+        floor, oldest = kept[-2], version - run["max_staleness"]
         for key in self.bucket.list("groups/"):
             v, step = number_in(key), consumed.get(key)
             if step is None and v < oldest:  # not seen here, or forgotten: its entry, if there is one, is among these
