@@ -52,7 +52,7 @@ import sys
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -1191,12 +1191,11 @@ class Learner:
         if self.state.step == 0:
             self.publish()
             self.evaluate()
-        attempt = furthest = 0
+        recoveries = Counter()  # by the step that the state had reached
         while True:
             try:
                 if self.state.step < max(self.args.steps, self.log.newest):
                     self.step()
-                    attempt = attempt if self.state.step <= furthest else 0
                     continue
                 self.publish()
                 self.landed()
@@ -1204,8 +1203,8 @@ class Learner:
             except Lost:
                 pass  # the next turn reads the entry that counts
             except Diverged as problem:
-                attempt, furthest = attempt + 1, max(furthest, self.state.step + 1)
-                self.recover(problem, attempt)
+                recoveries[self.state.step] += 1
+                self.recover(problem, recoveries[self.state.step])
             except NotFound:  # this learner slept, and others have cleaned: a newer checkpoint stands for what is gone
                 before = self.state.step
                 self.catch_up()
