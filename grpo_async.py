@@ -1707,6 +1707,35 @@ def base_files(model) -> dict[str, bytes]:
 
 # ---------------------------------------------------------------- 8. Roles
 
+# What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
+RUN_FLAGS = (  # name, type or choices, default, meaning
+    ("model", str, "tiny", "folder or hub id of a causal language model"),
+    ("task", ("add", "math"), "math", "built-in reward; math: the last number is the answer column"),
+    ("steps", int, 200, "optimizer steps in all; a higher number later goes on"),
+    ("groups-per-step", int, 8, "groups that make a step"), ("group-size", int, 8, "completions of a prompt, two or more"),
+    ("max-tokens", int, 256, "tokens of a completion at most"),
+    ("max-prompt-tokens", int, 512, "longer prompts are passed over"),
+    ("temperature", float, 1.0, "of sampling, and of the trained distribution"),
+    ("lora-r", int, 16, "rank"), ("lora-alpha", float, 32.0, "the adapter is scaled by alpha / r"),
+    ("target-modules", str, "all-linear", "all-linear, or last names separated by commas"),
+    ("lr", float, 1e-4, "AdamW learning rate"), ("warmup-steps", int, 5, "linear warm-up; 0: none"),
+    ("lr-schedule", ("constant", "linear"), "constant", "after the warm-up; linear ends at a tenth"),
+    ("weight-decay", float, 0.0, "of AdamW; 0: none"),
+    ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "dapo", "section 2 of this file"),
+    ("clip-low", float, None, "clip distance of the ratio below 1 (default by loss)"),
+    ("clip-high", float, None, "the same above 1"), ("tis", float, 0.0, "cap on the ratio; 0: none"),
+    ("kl", float, 0.0, "weight of the KL term to the base; 0: none"),
+    ("clip-norm", float, 1.0, "clip of the gradient's norm; 0: none"),
+    ("max-staleness", int, 2, "versions that a group may lag; 0: synchronous"),
+    ("sync-steps", int, 1, "steps per published version"), ("checkpoint-steps", int, 25, "steps between checkpoints"),
+    ("part-dtype", ("float32", "bfloat16"), "float32", "of the gradients in the bucket"),
+    ("seed", int, 0, "of base, adapter, order and sampling"),
+    ("mask-truncated", bool, False, "do not train completions cut at max-tokens"))
+RUN_DEFAULTS = {name.replace("-", "_"): default for name, _, default, _ in RUN_FLAGS}
+TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
+                 "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
+
+
 def join_run(bucket, args) -> dict:
     """This bucket's run.json: created by a learner that finds none, waited for by everybody else.
 
@@ -2089,33 +2118,6 @@ def run_all(args, argv: list[str]) -> int:
 
 # ---------------------------------------------------------------- 9. Arguments and main
 
-# What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
-RUN_FLAGS = (  # name, type or choices, default, meaning
-    ("model", str, "tiny", "folder or hub id of a causal language model"),
-    ("task", ("add", "math"), "math", "built-in reward; math: the last number is the answer column"),
-    ("steps", int, 200, "optimizer steps in all; a higher number later goes on"),
-    ("groups-per-step", int, 8, "groups that make a step"), ("group-size", int, 8, "completions of a prompt, two or more"),
-    ("max-tokens", int, 256, "tokens of a completion at most"),
-    ("max-prompt-tokens", int, 512, "longer prompts are passed over"),
-    ("temperature", float, 1.0, "of sampling, and of the trained distribution"),
-    ("lora-r", int, 16, "rank"), ("lora-alpha", float, 32.0, "the adapter is scaled by alpha / r"),
-    ("target-modules", str, "all-linear", "all-linear, or last names separated by commas"),
-    ("lr", float, 1e-4, "AdamW learning rate"), ("warmup-steps", int, 5, "linear warm-up; 0: none"),
-    ("lr-schedule", ("constant", "linear"), "constant", "after the warm-up; linear ends at a tenth"),
-    ("weight-decay", float, 0.0, "of AdamW; 0: none"),
-    ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "dapo", "section 2 of this file"),
-    ("clip-low", float, None, "clip distance of the ratio below 1 (default by loss)"),
-    ("clip-high", float, None, "the same above 1"), ("tis", float, 0.0, "cap on the ratio; 0: none"),
-    ("kl", float, 0.0, "weight of the KL term to the base; 0: none"),
-    ("clip-norm", float, 1.0, "clip of the gradient's norm; 0: none"),
-    ("max-staleness", int, 2, "versions that a group may lag; 0: synchronous"),
-    ("sync-steps", int, 1, "steps per published version"), ("checkpoint-steps", int, 25, "steps between checkpoints"),
-    ("part-dtype", ("float32", "bfloat16"), "float32", "of the gradients in the bucket"),
-    ("seed", int, 0, "of base, adapter, order and sampling"),
-    ("mask-truncated", bool, False, "do not train completions cut at max-tokens"))
-RUN_DEFAULTS = {name.replace("-", "_"): default for name, _, default, _ in RUN_FLAGS}
-TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
-                 "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
 # What --help shows, so that it fits on a screen; --help-all shows every flag.
 EVERYDAY = ("role bucket sampler listen token device samplers actors out merge model data eval-data task reward steps groups-per-step "
             "group-size max-tokens max-prompt-tokens temperature lora-r lora-alpha lr loss kl max-staleness token-budget inflight recompute").split()
