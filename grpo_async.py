@@ -940,7 +940,7 @@ class Learner:
             return ""
 
     def decide(self, step: int) -> dict | None:
-        """The entry of a step if there are groups enough, else None. Lost if another learner's came first."""
+        """The entry of a step if there are groups enough, else None. It is on its way; `gather` sees whether it came first."""
         run, version = self.run, policy_version(step - 1, self.run)
         stale = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
                  if version - number_in(k) > run["max_staleness"]}
@@ -963,8 +963,6 @@ class Learner:
                  "groups_equal": sum(g.is_equal for g in chosen), "written_by": self.id, "unix_s": time.time()}
         self.decided = step
         self.behind.write(self.put_entry, entry)
-        if len(self.company) > 1:
-            self.landed()
         return entry
 
     def put_entry(self, entry: dict) -> None:
