@@ -1228,7 +1228,7 @@ class Learner:
             self.consumed[key] = step
             self.refused.pop(key, None)
         oldest, cleaned = policy_version(step, run) - run["max_staleness"], step - 2 * run["checkpoint_steps"]
-        self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest or t >= cleaned}
+        self.consumed = {k: t for k, t in self.consumed.items() if t >= cleaned or number_in(k) >= oldest}
         self.watch_movement(before)
         began_sync = time.monotonic()
         self.clock["apply_s"] = began_sync - began_apply
