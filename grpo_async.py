@@ -650,7 +650,7 @@ def read_group(data: bytes, key: str, run: dict) -> Group:
 
 
 def read_twice(bucket, key: str, parse):
-    """What `parse` makes of an object, or in words why nothing: judged after a second read, as a transfer may fail."""
+    """What `parse` makes of an object, or why it is invalid: judged after a second read, as a transfer may fail."""
     for _ in range(2):
         try:
             return parse(bucket.get(key))
@@ -817,7 +817,7 @@ class Learner:
         self.behind, self.keeper = Behind(), Behind()  # entries, parts, adapters in order; checkpoints and cleaning
         self.groups: dict[str, Group] = {}     # valid, not yet named by an entry
         self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
-        self.consumed: dict[str, int] = {}     # key: step of the entry that names it, while it is young or may lie there
+        self.consumed: dict[str, int] = {}     # key: step of the entry that names it, if recent
         self.metrics: dict = {}                # of the last step applied; the next entry carries them
         self.mean_step_s = 0.0
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
@@ -912,7 +912,7 @@ class Learner:
                 self.refused[key] = group
                 self.member.update(set_aside=list(self.refused))
                 warn(f"{key} is set aside: {group}")
-        # The first look is at all groups, then at those young enough to train on: its cost does not grow with the run.
+        # The first look is at all groups, then at those young enough to train on: the cost stays as the run grows.
         oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
         self.look_sent = self.pool.submit(self.look_once, f"groups/{max(0, oldest):06d}")
 
@@ -940,7 +940,7 @@ class Learner:
             return ""
 
     def decide(self, step: int) -> dict | None:
-        """The entry of a step if there are groups enough, else None. It is on its way; `gather` sees whether it came first."""
+        """The entry of a step if there are groups enough, else None. `gather` sees whether it came first."""
         run, version = self.run, policy_version(step - 1, self.run)
         stale = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
                  if version - number_in(k) > run["max_staleness"]}
@@ -1710,7 +1710,8 @@ RUN_FLAGS = (  # name, type or choices, default, meaning
     ("model", str, "tiny", "folder or hub id of a causal language model"),
     ("task", ("add", "math"), "math", "built-in reward; math: the last number is the answer column"),
     ("steps", int, 200, "optimizer steps in all; a higher number later goes on"),
-    ("groups-per-step", int, 8, "groups that make a step"), ("group-size", int, 8, "completions of a prompt, two or more"),
+    ("groups-per-step", int, 8, "groups that make a step"),
+    ("group-size", int, 8, "completions of a prompt, two or more"),
     ("max-tokens", int, 256, "tokens of a completion at most"),
     ("max-prompt-tokens", int, 512, "longer prompts are passed over"),
     ("temperature", float, 1.0, "of sampling, and of the trained distribution"),
@@ -2143,8 +2144,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"async-grpo {VERSION}")
     parser.add_argument("--help-all", action="help", help="every flag; --help leaves the rare ones out")
 
-    for title, flags in (("this process", PROCESS_FLAGS),
-                         ("the run (fixed by its first learner; everybody else reads it from the bucket)", RUN_FLAGS)):
+    titles = "this process", "the run (fixed by its first learner; everybody else reads it from the bucket)"
+    for title, flags in zip(titles, (PROCESS_FLAGS, RUN_FLAGS)):
         group = parser.add_argument_group(title)
         for name, kind, default, text in flags:
             tiny = TINY_DEFAULTS.get(name.replace("-", "_"))
@@ -2202,8 +2203,9 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=end_with_parent, daemon=True).start()
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, leave)
-        {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export,
-         "report": lambda bucket, args: write_report(bucket, join_run(bucket, args), args.out)}[args.role](open_bucket(args.bucket), args)
+        roles = {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval,
+                 "export": run_export, "report": lambda bucket, args: write_report(bucket, join_run(bucket, args), args.out)}
+        roles[args.role](open_bucket(args.bucket), args)
         return 0
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
