@@ -2074,6 +2074,10 @@ def run_export(bucket, args) -> None:
     say("exported", version=version, merged=args.merge, to=out)
 
 
+def run_report(bucket, args) -> None:
+    write_report(bucket, join_run(bucket, args), args.out)
+
+
 def run_all(args, argv: list[str]) -> int:
     """Every role as a process of its own on this machine; starts one that dies again, ends all when the learners are done."""
     open_bucket(args.bucket)  # a mistake in this, or in a reward, is said before anything is started
@@ -2203,9 +2207,8 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=end_with_parent, daemon=True).start()
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, leave)
-        roles = {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval,
-                 "export": run_export, "report": lambda bucket, args: write_report(bucket, join_run(bucket, args), args.out)}
-        roles[args.role](open_bucket(args.bucket), args)
+        {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export,
+         "report": run_report}[args.role](open_bucket(args.bucket), args)
         return 0
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
