@@ -35,6 +35,7 @@ import argparse
 import contextlib
 import datetime
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -1472,7 +1473,6 @@ class Actor:
         self.lock, self.done, self.failure = threading.Condition(), threading.Event(), None
         self.consumed: dict[str, int] = {}   # recent groups that an entry names
         self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
-        self.sha256: dict[int, str] = {}     # of the adapter of each recent version
         self.waiting = self.inflight = self.elsewhere = 0  # groups: not named yet; in flight here; at other actors
         self.written = self.left_out = 0     # groups; rollouts
         self.too_long: set[int] = set()      # rows passed over
@@ -1605,11 +1605,9 @@ class Actor:
             found += new
         return found[:run["group_size"]]
 
+    @functools.lru_cache(1000)
     def adapter_sha256(self, version: int) -> str:
-        if version not in self.sha256:
-            self.sha256[version] = json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
-            self.sha256.pop(version - 1000, None)
-        return self.sha256[version]
+        return json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
 
 
 # ---------------------------------------------------------------- 7. The tiny base
