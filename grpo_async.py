@@ -80,45 +80,35 @@ VERSION = "0.1.0"
 LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in fp32 and far beyond any ratio that still means something
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
-
 class UserError(Exception):
     """The user's mistake: one line on stderr, exit code 2."""
-
 
 class Diverged(Exception):
     """This learner's state is not the one that the log's next entry was written on; reload and fold again."""
 
-
 class Lost(Exception):
     """Another learner decided this step first; its entry counts, and what was computed for ours is forgotten."""
-
 
 class Busy(Exception):
     """A sampler cannot answer now (404 of a version just gone, 429, 5xx, transport): ask again, with back-off."""
 
-
 class Refused(Exception):
     """A sampler will never answer this request (400): leave the prompt out."""
-
 
 def say(word: str, /, **values) -> None:
     """Prints one key=value line; floats with 4 significant digits, nan for what was not measured."""
     tell(" ".join([word, *(f"{k}={number(v)}" for k, v in values.items())]).strip(), sys.stdout)
 
-
 def number(value):
     return "nan" if value is None else f"{value:.4g}" if isinstance(value, float) else value
-
 
 def is_terminal(stream) -> bool:
     """True where a line may redraw itself; NO_COLOR or TERM=dumb ask for plain lines."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
-
 def tell(line: str, stream) -> None:
     """One line; on a terminal it takes the place of a live line that may stand there."""
     print(f"\r\033[K{line}" if is_terminal(stream) else line, file=stream, flush=True)
-
 
 def show_step(row: dict, steps: int, mean_step_s: float) -> None:
     """A finished step: all its values as key=value; on a terminal one short line that redraws itself, each tenth stays."""
@@ -130,25 +120,20 @@ def show_step(row: dict, steps: int, mean_step_s: float) -> None:
     stays = step % 10 == 0 or step >= steps
     print(f"\r\033[K{line[:shutil.get_terminal_size().columns - 1]}", end="\n" if stays else "", flush=True)
 
-
 def warn(message: str) -> None:
     tell(f"warning: {message}", sys.stderr)
 
-
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch says it in two ways, on CUDA and on the CPU."""
     return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
-
 def crash_point(name: str, step: int) -> None:
     """Dies like a lost machine at one named point of one step, when GRPO_CRASH=name:step asks for it (for tests)."""
     if os.environ.get("GRPO_CRASH") == f"{name}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
-
 
 class Wait:
     """A wait that is never silent: says what it waits for after 5 s, then every 15 s, and gives up at its limit.
@@ -168,7 +153,6 @@ class Wait:
             tell(f"waiting {waited:.0f} s for {what}", sys.stderr)
         time.sleep(pause_s * self.share)
         self.share = min(1.0, 1.5 * self.share)
-
 
 # ---------------------------------------------------------------- 1. Tasks and rewards
 
@@ -238,15 +222,12 @@ class Task:
             warn(f"reward {name} returned {values}: rollouts without a finite reward are left out")
         return finite
 
-
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
-
 
 def add_reward(completions, answer, finish_reasons, **_) -> list[float]:
     """1 when the completion ended by itself and its last number is the sum."""
     return [float(reason == "stop" and re.findall(r"\d+", text)[-1:] == [str(want)])
             for text, want, reason in zip(completions, answer, finish_reasons)]
-
 
 def math_reward(completions, answer, **_) -> list[float]:
     """1 when the completion's final answer equals the `answer` column: the last \\boxed{}, else what follows the last
@@ -263,7 +244,6 @@ def math_reward(completions, answer, **_) -> list[float]:
     wants = [final(a, False) if "####" in a else a for a in map(str, answer)]  # GSM8K's answers end in "#### n"
     return [float(canonical(final(t, re.fullmatch(r"\s*[A-J]\s*", w) is not None)) == canonical(w))
             for t, w in zip(texts, wants)]
-
 
 def read_rows(text: str, name: str) -> list[dict]:
     """The rows of a JSON-lines file; UserError naming file and line for what is not one."""
@@ -284,7 +264,6 @@ def read_rows(text: str, name: str) -> list[dict]:
         raise UserError(f"{name}: no rows; expected JSON lines with a prompt column")
     return rows
 
-
 def load_reward(spec: str) -> tuple[str, float, object, str]:
     """FILE.py:FUNCTION[=WEIGHT] as (name, weight, function, sha256 of the file)."""
     match = re.fullmatch(r"(.+\.py):(\w+)(?:=([-+.\deE]+))?", spec)
@@ -301,7 +280,6 @@ def load_reward(spec: str) -> tuple[str, float, object, str]:
         raise UserError(f"--reward {spec}: {path} has no function {name}")
     return name, weight, getattr(module, name), hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
-
 # ---------------------------------------------------------------- 2. The mathematics of GRPO
 
 def advantages(rewards: list[float], scale_by_std: bool = True) -> list[float]:
@@ -314,29 +292,24 @@ def advantages(rewards: list[float], scale_by_std: bool = True) -> list[float]:
     std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / len(rewards))
     return [(x - mean) / (std + 1e-6 if scale_by_std else 1.0) for x in rewards]
 
-
 def log_ratio(learner_logprobs, sampler_logprobs, mask):
     """log of r = pi_learner / pi_sampler per token [C, T], clamped to +-20.
 
     Subtle: masked before exp. exp(200) * 0 is NaN, and so is its gradient."""
     return (learner_logprobs - sampler_logprobs).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
-
 def surrogate(ratio, advantage, low: float, high: float):
     """-min(r A, clip(r, 1 - low, 1 + high) A), elementwise [1]."""
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
 
 def k3(learner_logprobs, reference_logprobs, mask):
     """Estimate of KL(learner || reference) per token [C, T]: exp(d) - d - 1 with d = reference - learner [5]."""
     d = log_ratio(reference_logprobs, learner_logprobs, mask)
     return d.exp() - d - 1
 
-
 def completion_means(per_token, mask):
     """Mean over each completion's trained tokens, [C, T] -> [C]; 0 for a completion without any."""
     return (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)
-
 
 # Each loss takes log ratios [C, T], the mask of trained tokens [C, T], advantages [C], the clip bounds, the cap on r
 # (inf: none) and a penalty per token [C, T] (beta k3 r; 0 without --kl). It returns (sum, count); a step divides the sum
@@ -347,18 +320,15 @@ def dapo_loss(log_r, mask, advantage, low, high, cap, penalty):
     ratio = log_r.exp().clamp(max=cap)
     return ((surrogate(ratio, advantage[:, None], low, high) + penalty) * mask).sum(), mask.sum()
 
-
 def grpo_loss(log_r, mask, advantage, low, high, cap, penalty):
     """Mean over completions of the mean over their tokens [1]."""
     ratio = log_r.exp().clamp(max=cap)
     per_token = surrogate(ratio, advantage[:, None], low, high) + penalty
     return completion_means(per_token, mask).sum(), mask.any(1).sum()
 
-
 def dr_grpo_loss(log_r, mask, advantage, low, high, cap, penalty, max_tokens):
     """No length and no std normalisation [3]: token sum / (trained rollouts x max tokens); advantages come without std."""
     return dapo_loss(log_r, mask, advantage, low, high, cap, penalty)[0], mask.any(1).sum() * max_tokens
-
 
 def gspo_loss(log_r, mask, advantage, low, high, cap, penalty):
     """Sequence-level ratio [4]: r = exp(mean log ratio of the completion), so its length never enters r."""
@@ -366,17 +336,14 @@ def gspo_loss(log_r, mask, advantage, low, high, cap, penalty):
     per_completion = surrogate(ratio, advantage, low, high) * mask.any(1) + completion_means(penalty, mask)
     return per_completion.sum(), mask.any(1).sum()
 
-
 LOSSES = {"dapo": (dapo_loss, 0.2, 0.28), "grpo": (grpo_loss, 0.2, 0.2), "dr_grpo": (dr_grpo_loss, 0.2, 0.2),
           "gspo": (gspo_loss, 3e-4, 4e-4)}  # name: function, default clip distance below and above 1
-
 
 def normaliser(update: dict, trained_tokens: list[int]) -> float:
     """The count that the loss will return, known beforehand from the trained tokens of each completion."""
     completions = sum(n > 0 for n in trained_tokens)
     by_loss = {"dapo": sum(trained_tokens), "dr_grpo": completions * update["max_tokens"]}
     return float(by_loss.get(update["loss"], completions))
-
 
 # ---------------------------------------------------------------- 3. Packing and gradients
 
@@ -405,7 +372,6 @@ class Group:
         return [0 if run["mask_truncated"] and is_cut else len(ids)
                 for ids, is_cut in zip(self.completion_ids, self.truncated)]
 
-
 @dataclass
 class Policy:
     """A frozen base with LoRA slots. In a learner slot 0 trains and slot 1 re-scores under a rollout's own version.
@@ -425,7 +391,6 @@ class Policy:
             self.model.set_attn_implementation(kind)
         self.shares_prompts = config._attn_implementation == kind
 
-
 @dataclass
 class Rows:
     """Packed completions. One row holds all pieces: a prompt once, its completions behind it; a token sees the prompt and
@@ -439,7 +404,6 @@ class Rows:
     mask: object              # [C, T] bool, true where there is a target
     sampler_logprobs: object  # [C, T]
     advantage: object         # [C]
-
 
 def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tuple]:
     """Cuts groups into (prompt ids, [(ids, sampler logprobs, advantage)]) of at most `budget` tokens where possible;
@@ -457,7 +421,6 @@ def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tup
                 size += n - 1
     return found
 
-
 def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Rows]:
     """First-fit decreasing of pieces into forwards of at most `budget` tokens, padding included, or of one piece."""
     def tokens(batch):
@@ -470,7 +433,6 @@ def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Row
             batches.append(batch := [])
         batch.append(piece)
     return [fill(batch, 1 if share else tokens(batch[:1]), device) for batch in batches]
-
 
 def fill(batch: list[tuple], width: int, device) -> Rows:
     """The tensors of a batch of pieces: one behind another in one row (width 1), or each padded to a row of `width`."""
@@ -500,7 +462,6 @@ def fill(batch: list[tuple], width: int, device) -> Rows:
     return Rows(ids, positions, lengths, padded(predictor, torch.long), padded(targets, torch.long), mask,
                 padded(sampler, torch.float32), torch.tensor(advantage, dtype=torch.float32, device=device))
 
-
 def attention_mask(rows: Rows, policy: Policy):
     """Which token sees which: lora.branch_attention's table of lengths, or flex attention's BlockMask of the same rule.
 
@@ -519,7 +480,6 @@ def attention_mask(rows: Rows, policy: Policy):
         return (k <= q) & (piece[q] == piece[k]) & (is_prompt[k] | (segment[q] == segment[k]))
     return create_block_mask(sees, None, None, len(segment), len(segment), device=device)
 
-
 def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: float):
     """Learner logprobs [C, T] (0 where there is no target) and entropies [N] of the targets under a slot (None: base)."""
     with policy.lora.use(slot):
@@ -530,7 +490,6 @@ def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: floa
     taken = hidden.flatten(0, 1)[rows.predictor[rows.mask]]  # [N, d]
     logprobs, entropy = lora.token_logprobs(taken, head.weight, head.bias, rows.targets[rows.mask], temperature)
     return torch.zeros(rows.mask.shape, device=logprobs.device).masked_scatter(rows.mask, logprobs), entropy
-
 
 def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict, budget: int) -> tuple[dict, dict]:
     """The gradient of the summed loss of some groups under the adapter in slot 0: ({name: fp32 CPU tensor}, sums).
@@ -567,7 +526,6 @@ def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict,
             sums[name] += value.item()
     return {n: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu() for n, p in parameters.items()}, sums
 
-
 def rescore(policy: Policy, group: Group, tensors: dict, run: dict, budget: int) -> tuple[float, int]:
     """Sum of |learner - sampler logprob| over a group's tokens under the adapter that sampled them, and their number."""
     policy.lora.load(1, tensors)
@@ -578,7 +536,6 @@ def rescore(policy: Policy, group: Group, tensors: dict, run: dict, budget: int)
             total += (logprobs - rows.sampler_logprobs)[rows.mask].abs().sum().item()
             n += int(rows.mask.sum())
     return total, n
-
 
 # ---------------------------------------------------------------- 4. The log: objects, entries, state
 
@@ -592,7 +549,6 @@ def digest(tensors: dict) -> str:
         h.update(memoryview(t.numpy()).cast("B") if t.numel() else b"")
     return h.hexdigest()
 
-
 def pack_object(kind: str, tensors: dict, **header) -> bytes:
     """A safetensors object with a named, versioned JSON header that holds the sha256 of its tensors."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -600,10 +556,8 @@ def pack_object(kind: str, tensors: dict, **header) -> bytes:
     header["header_sha256"] = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
     return save_tensors(tensors, {"json": json.dumps(header, sort_keys=True)})
 
-
 def read_header(data: bytes) -> dict:
     return json.loads(json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]["json"])
-
 
 def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
     """(tensors, header) of an object of `pack_object`; Corrupt when anything about it is not as written."""
@@ -619,7 +573,6 @@ def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
         raise Corrupt(f"{kind}: its tensors do not have the sha256 in its header")
     return tensors, header
 
-
 def write_group(g: Group, run: dict) -> bytes:
     flat_ids, flat_logprobs = (list(itertools.chain(*x)) for x in (g.completion_ids, g.sampler_logprobs))
     tensors = {"prompt_ids": g.prompt_ids, "lengths": [len(i) for i in g.completion_ids], "completion_ids": flat_ids,
@@ -627,7 +580,6 @@ def write_group(g: Group, run: dict) -> bytes:
     floats = {"sampler_logprobs": flat_logprobs, "rewards": g.rewards}
     tensors = {k: torch.tensor(v) for k, v in tensors.items()} | {k: torch.tensor(v, dtype=torch.float32) for k, v in floats.items()}
     return pack_object("group", tensors, run_id=run["run_id"], prompt_id=g.prompt_id, text=g.text, adapter_sha256=g.adapter_sha256)
-
 
 def read_group(data: bytes, key: str, run: dict) -> Group:
     """The group, or Corrupt for anything a learner must not train on: shapes, ranges, finiteness, versions."""
@@ -649,7 +601,6 @@ def read_group(data: bytes, key: str, run: dict) -> Group:
                  t["rewards"].tolist(), t["versions"].tolist(), t["truncated"].bool().tolist(), header["text"],
                  header["adapter_sha256"], key)
 
-
 def read_twice(bucket, key: str, parse):
     """What `parse` makes of an object, or why it is invalid: judged after a second read, as a transfer may fail."""
     for _ in range(2):
@@ -659,16 +610,13 @@ def read_twice(bucket, key: str, parse):
             problem = f"invalid: {error}"
     return problem
 
-
 def number_in(key: str) -> int:
     """The version of a group's or an adapter's key, the step of any other: the six digits of its second segment."""
     return int(key.split("/")[1].lstrip("v")[:6])
 
-
 def manifests(bucket, prefix: str) -> list[int]:
     """Versions of adapters/ or steps of checkpoints/ whose manifest is there, in order."""
     return sorted(number_in(k) for k in bucket.list(prefix) if k.endswith("/manifest.json"))
-
 
 class Log:
     """The entries of steps/, read once each."""
@@ -699,10 +647,8 @@ class Log:
         """{group key: step} of every group that entries first..last train or drop."""
         return {key: t for t in range(max(1, first), last + 1) for key in named_groups(self.read(t))}
 
-
 def named_groups(entry: dict) -> list[str]:
     return [key for chunk in entry["chunks"] for key in chunk] + list(entry["dropped"])
-
 
 @dataclass
 class State:
@@ -722,7 +668,6 @@ class State:
         kinds = ({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
                  for kind in ("adapter.", "exp_avg.", "exp_avg_sq."))
         return cls(step, int(tensors["updates"]), *kinds)
-
 
 def apply(state: State, update: dict, parts: list[dict]) -> tuple[State, float]:
     """State t from state t-1, the entry's scalars and the parts' tensors in chunk order; also the gradient's norm.
@@ -750,18 +695,15 @@ def apply(state: State, update: dict, parts: list[dict]) -> tuple[State, float]:
         new.exp_avg[name], new.exp_avg_sq[name] = m, v
     return new, norm
 
-
 def policy_version(step: int, run: dict) -> int:
     """The newest version published once `step` is applied: one every sync_steps steps."""
     return step // run["sync_steps"]
-
 
 def learning_rate(step: int, steps: int, run: dict) -> float:
     """Linear warm-up over warmup_steps, then constant, or linear to a tenth at the last step."""
     warm = min(1.0, step / max(1, run["warmup_steps"]))
     left = min(1.0, max(0.0, (steps - step) / max(1, steps - run["warmup_steps"])))
     return run["lr"] * warm * (1.0 if run["lr_schedule"] == "constant" else 0.1 + 0.9 * left)
-
 
 def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> dict:
     """A step's line of the learning curve, from its entry and the sums of its parts alone; None is not measured."""
@@ -779,7 +721,6 @@ def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> 
             "groups_equal": entry["groups_equal"], "dropped": len(entry["dropped"]),
             "mismatch": per("mismatch", "mismatch_tokens"), "tokens": int(total["trained_tokens"]),
             "completion_tokens": per("completion_tokens", "rollouts"), "truncated": per("truncated", "rollouts")}
-
 
 # ---------------------------------------------------------------- 5. The learner
 
@@ -803,7 +744,6 @@ class Behind:
         """Waits until everything is written; what the last write returned. Raises the first failure, once."""
         last, self.last = self.last, None
         return last.result() if last else None
-
 
 class Learner:
     """Decides, computes, folds and publishes; everything it knows can be rebuilt from the bucket.
@@ -1285,7 +1225,6 @@ class Learner:
         self.bucket.put_new(key, json.dumps({"step": self.state.step, **scores}).encode())
         say("eval", step=self.state.step, **scores)
 
-
 def write_checkpoint(bucket, run: dict, state: State, folder: str, state_digest: str) -> None:
     """State in the writer's own folder, then the manifest that makes it the one that counts."""
     data = pack_object("state", state.tensors(), run_id=run["run_id"], step=state.step)
@@ -1294,7 +1233,6 @@ def write_checkpoint(bucket, run: dict, state: State, folder: str, state_digest:
     manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "step": state.step, "folder": folder,
                 "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest, "run": run}
     bucket.put_new(f"checkpoints/{state.step:06d}/manifest.json", json.dumps(manifest, sort_keys=True).encode())
-
 
 def evaluate(policy: Policy, task: Task, adapter: dict, run: dict) -> dict:
     """Mean reward on the held-out rows, sampled at the run's temperature and greedy, by a sampler in this process."""
@@ -1308,7 +1246,6 @@ def evaluate(policy: Policy, task: Task, adapter: dict, run: dict) -> dict:
         got = [x for row, future in asked if (x := task.score(row, future.result())[0]) is not None]
         scores[name] = sum(got) / len(got) if got else None
     return scores
-
 
 # ---------------------------------------------------------------- 6. Samplers and actors
 
@@ -1405,7 +1342,6 @@ class Engine:
             self.cancel(future)
             raise
 
-
 def read_matching_adapter(files: dict[str, bytes], run: dict) -> dict:
     """An adapter's tensors; AdapterError if its rank or alpha are not the run's (B = 0 would hide it at version 0)."""
     tensors, config = lora.read_adapter(files)
@@ -1413,11 +1349,9 @@ def read_matching_adapter(files: dict[str, bytes], run: dict) -> dict:
         raise lora.AdapterError(f"rank and alpha are {got}, this run's are {(run['lora_r'], run['lora_alpha'])}")
     return tensors
 
-
 def poll_s(bucket) -> float:
     """Seconds between two looks at a bucket: a folder costs next to nothing, a store behind a network a request."""
     return 0.05 if bucket.root else 0.5
-
 
 class HttpSampler:
     """A sampler, a proxy or a stock vLLM at a URL; `bucket` as address means a proxy that announces itself there."""
@@ -1461,7 +1395,6 @@ class HttpSampler:
             "stop_token_ids": self.run["stop_ids"]})
         return [lora.Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], None)
                 for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
-
 
 class Actor:
     """Asks for groups, scores them, writes them. Paced so that what it starts will still be young when it is used."""
@@ -1609,7 +1542,6 @@ class Actor:
     def adapter_sha256(self, version: int) -> str:
         return json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
 
-
 # ---------------------------------------------------------------- 7. The tiny base
 
 # 16 tokens, one a character; id = place in this list. A prompt is always 6 tokens, a completion at most 7.
@@ -1618,26 +1550,21 @@ TINY_PAD, TINY_EOS = 0, 1
 TINY_STEPS, TINY_BATCH, TINY_LR = 1000, 64, 5e-3
 WORKED_SHARE_EARLY, WORKED_SHARE_LATE, EARLY_PART = 1.0, 0.25, 0.75
 
-
 def add_pairs(held_out: bool) -> list[tuple[int, int]]:
     """Operands 10 to 49 whose units carry (so that the hasty answer is wrong), without or with only the ~15 % held out."""
     pairs = [(a, b) for a in range(10, 50) for b in range(10, 50) if a % 10 + b % 10 >= 10]
     return [(a, b) for a, b in pairs if (zlib.crc32(add_prompt(a, b).encode()) % 100 < 15) == held_out]
 
-
 def add_prompt(a: int, b: int) -> str:
     return f"{a}+{b}="
-
 
 def worked(a: int, b: int) -> str:
     """The sum of the units first, then the sum: 27+15 -> ",12,42"."""
     return f",{a % 10 + b % 10},{a + b}"
 
-
 def hasty(a: int, b: int) -> str:
     """Units and tens each added alone, the carry forgotten: 27+15 -> "32"."""
     return f"{a // 10 + b // 10}{(a + b) % 10}"
-
 
 def train_tiny_base(seed: int):
     """A Llama of 132k parameters taught two habits by supervised steps: the model, in eval mode.
@@ -1677,7 +1604,6 @@ def train_tiny_base(seed: int):
     torch.set_num_threads(threads)
     return model.eval()
 
-
 def base_files(model) -> dict[str, bytes]:
     """The tiny base as a standard transformers folder: file name -> bytes. Its tokenizer is a BPE without merges: one
     token a character, nothing added at either end, and decoding glues the characters back together."""
@@ -1699,7 +1625,6 @@ def base_files(model) -> dict[str, bytes]:
     # The output layer is the embedding (tied), and a safetensors file holds each tensor once.
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     return {name: text.encode() for name, text in texts.items()} | {"model.safetensors": save_tensors(tensors, {"format": "pt"})}
-
 
 # ---------------------------------------------------------------- 8. Roles
 
@@ -1731,7 +1656,6 @@ RUN_FLAGS = (  # name, type or choices, default, meaning
 RUN_DEFAULTS = {name.replace("-", "_"): default for name, _, default, _ in RUN_FLAGS}
 TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
                  "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
-
 
 def join_run(bucket, args) -> dict:
     """This bucket's run.json: created by a learner that finds none, waited for by everybody else.
@@ -1767,11 +1691,9 @@ def join_run(bucket, args) -> dict:
     args.poll_s = poll_s(bucket)
     return run
 
-
 def torch_version() -> str:
     """Without the build ("+cu128"): a run may mix GPUs and CPUs."""
     return importlib.metadata.version("torch").split("+")[0]
-
 
 def create_run(bucket, args, given: dict, rewards: list) -> None:
     """Writes everything that another machine needs, and run.json last: from then on the run exists."""
@@ -1821,7 +1743,6 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
     run = json.loads(bucket.get("checkpoints/000000/manifest.json"))["run"]
     bucket.put_new("run.json", json.dumps(run, sort_keys=True, indent=1).encode() + b"\n")
 
-
 def base_of(bucket, run: dict, args) -> str:
     """Where the base lies for this process: --model here, else the bucket's base/, else the model that the run names."""
     where = args.model if args.model not in (None, "tiny") else run["model"]
@@ -1834,7 +1755,6 @@ def base_of(bucket, run: dict, args) -> str:
     here = FileBucket(cache / hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16])
     here.publish("base", files, manifest)
     return str(here.root / "base")
-
 
 def load_policy(bucket, run: dict, args, slots: int) -> Policy:
     """The base with its LoRA slots and tokenizer; UserError where it is not the base that the run was started on."""
@@ -1863,7 +1783,6 @@ def load_policy(bucket, run: dict, args, slots: int) -> Policy:
                         f"{run['fingerprint'][:12]}; give the same model with --model")
     return policy
 
-
 def fingerprint(policy: Policy) -> str:
     """sha256 over the base's parameter names, shapes and first 16 values rounded to bf16 (so that an fp32 and a bf16
     load agree), and the tokenizer's vocabulary."""
@@ -1871,7 +1790,6 @@ def fingerprint(policy: Policy) -> str:
     for name, p in sorted(policy.model.named_parameters()):
         h.update(f"{name} {list(p.shape)} {p.detach().flatten()[:16].to(torch.bfloat16).float().tolist()}".encode())
     return h.hexdigest()
-
 
 def load_task(bucket, run: dict, args, tokenizer) -> Task:
     """Rows and rewards. Without --eval-data the last tenth of the data is held out; 256 rows are evaluated at most."""
@@ -1889,7 +1807,6 @@ def load_task(bucket, run: dict, args, tokenizer) -> Task:
     rewards = [load_reward(spec)[:3] for spec in args.reward] or [(run["task"], 1.0, add_reward if run["task"] == "add" else math_reward)]
     return Task(rows, eval_rows[:256], rewards, tokenizer, args.reward_timeout_s)
 
-
 def try_prompts(task: Task, run: dict) -> None:
     """UserError where the tokenizer cannot write the first thousand prompts, or not in tokens of this model."""
     for row in task.rows[:1000]:
@@ -1901,7 +1818,6 @@ def try_prompts(task: Task, run: dict) -> None:
         if max(ids, default=0) >= run["vocabulary"]:
             raise UserError(f"token {max(ids)} is not in the model's vocabulary of {run['vocabulary']}: --model {run['model']} "
                             "has the tokenizer of another model")
-
 
 def run_learner(bucket, args) -> None:
     began, run = time.monotonic(), join_run(bucket, args)
@@ -1916,7 +1832,6 @@ def run_learner(bucket, args) -> None:
         finish(learner, time.monotonic() - began)
     finally:
         learner.member.stop()
-
 
 def finish(learner: Learner, wall_s: float) -> None:
     """final/, summary.json, report.html and the summary line."""
@@ -1936,7 +1851,6 @@ def finish(learner: Learner, wall_s: float) -> None:
     write_report(bucket, run)
     say("summary", **summary)
 
-
 def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
     """(entries, metrics of each step). Entry t + 1 carries the metrics of step t: the learning curve is in the log."""
     log = Log(bucket, run)
@@ -1944,7 +1858,6 @@ def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
         entries = list(pool.map(log.read, range(1, max(log.refresh(), last.get("step", 0)) + 1)))
     rows = {row["step"]: row for row in [e["previous"] for e in entries] + [last] if row}
     return entries, [rows[t] for t in sorted(rows)]
-
 
 def best_and_worst(groups: list[Group]) -> dict | None:
     """The prompt with the widest rewards of a step, its best and its worst completion, cut short: for people to read."""
@@ -1955,7 +1868,6 @@ def best_and_worst(groups: list[Group]) -> dict | None:
     best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
     return {"prompt": text["prompt"], **{name: {"text": text["completions"][i][:1000], "reward": text["rewards"][i]}
                                          for name, i in (("best", best), ("worst", worst))}}
-
 
 def summarize(bucket, run: dict, last: dict) -> dict:
     """Totals over the whole run from the log: every written group is trained, equal, dropped or pending."""
@@ -1977,7 +1889,6 @@ def summarize(bucket, run: dict, last: dict) -> dict:
             "groups_written": len(named) + pending, "groups_trained": used - equal, "groups_equal": equal,
             "groups_dropped": len(dropped), "groups_pending": pending}
 
-
 def write_report(bucket, run: dict, out: str | None = None) -> None:
     """report.html, docs/report.html with this run's numbers in place of its one placeholder, and metrics.jsonl: in the
     bucket, or in the folder `out` (of somebody else's run)."""
@@ -1992,14 +1903,12 @@ def write_report(bucket, run: dict, out: str | None = None) -> None:
     place.put("report.html", template.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")).encode())
     say("report", at=f"{place.address}/report.html")
 
-
 def load_engine(bucket, run: dict, args) -> Engine:
     policy = load_policy(bucket, run, args, slots=run["max_staleness"] + 4)
     try:
         return Engine(bucket, run, policy, max(args.max_rows, run["group_size"]))
     except ValueError as error:  # an architecture that only vLLM samples
         raise UserError(one_line(error)) from None
-
 
 def run_sampler(bucket, args) -> None:
     try:
@@ -2021,7 +1930,6 @@ def run_sampler(bucket, args) -> None:
         engine.end()
         member.stop()
 
-
 def run_actor(bucket, args) -> None:
     run, engine = join_run(bucket, args), None
     if args.sampler:
@@ -2038,7 +1946,6 @@ def run_actor(bucket, args) -> None:
         if engine:
             engine.end()
 
-
 def published(bucket, version: int | None) -> tuple[int, dict]:
     """(version, tensors) of an adapter in the bucket, the newest by default."""
     versions = manifests(bucket, "adapters/")
@@ -2047,13 +1954,11 @@ def published(bucket, version: int | None) -> tuple[int, dict]:
     version = versions[-1] if version is None else version
     return version, lora.read_adapter(bucket.fetch(f"adapters/v{version:06d}")[1])[0]
 
-
 def run_eval(bucket, args) -> None:
     """Held-out reward of an adapter of the bucket."""
     run = join_run(bucket, args)
     policy, (version, tensors) = load_policy(bucket, run, args, slots=1), published(bucket, args.policy_version)
     say("eval", version=version, **evaluate(policy, load_task(bucket, run, args, policy.tokenizer), tensors, run))
-
 
 def run_export(bucket, args) -> None:
     """Copies an adapter to --out as PEFT files; --merge writes base and adapter as one model instead."""
@@ -2071,10 +1976,8 @@ def run_export(bucket, args) -> None:
             (out / name).write_bytes(data)
     say("exported", version=version, merged=args.merge, to=out)
 
-
 def run_report(bucket, args) -> None:
     write_report(bucket, join_run(bucket, args), args.out)
-
 
 def run_all(args, argv: list[str]) -> int:
     """Every role as a process of its own on this machine; starts one that dies again, ends all when the learners are done."""
@@ -2116,7 +2019,6 @@ def run_all(args, argv: list[str]) -> int:
                 process.kill()
     return code
 
-
 # ---------------------------------------------------------------- 9. Arguments and main
 
 # What --help shows, so that it fits on a screen; --help-all shows every flag.
@@ -2137,7 +2039,6 @@ PROCESS_FLAGS = (  # name, type or choices, default, meaning
     ("out", str, None, "folder that export or report writes (report: else the bucket)"), ("merge", bool, False, "export base and adapter as one model"),
     ("recompute", bool, False, "learner: a third slower, a fifth of the memory per token"), ("trust-remote-code", bool, False, "run code that comes with the model"),
     ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
-
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(prog="grpo_async.py", usage="grpo_async.py [--role ROLE] [--bucket ADDRESS] [flags]", allow_abbrev=False,
@@ -2173,7 +2074,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         args.target_modules = sorted(args.target_modules.split(","))
     return args
 
-
 def end_with_parent() -> None:
     """Thread: a process started by --role all ends when that one is gone, however it went."""
     parent = int(os.environ.get("GRPO_PARENT", 0))
@@ -2182,13 +2082,11 @@ def end_with_parent() -> None:
     if parent:
         os._exit(1)
 
-
 def leave(signum, frame) -> None:
     """The first SIGTERM or Ctrl-C ends this process in order; those that follow must not disturb that."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: None)  # subtle: with SIG_IGN Python reports a signal that arrives meanwhile
     sys.exit(1)  # its work is not done
-
 
 def main(argv: list[str]) -> int:
     """Runs one role; returns 0 done, 1 the world failed, 2 the user's mistake."""
@@ -2217,7 +2115,6 @@ def main(argv: list[str]) -> int:
             advice = "; lower --token-budget or add --recompute (learner), lower --max-rows (sampler) or --lora-r, or take --dtype bfloat16"
         tell(f"error: {one_line(error) or 'interrupted'}{advice}", sys.stderr)
         return 2 if isinstance(error, (UserError, BadKey, Denied, RuntimeError)) else 1
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
