@@ -779,13 +779,15 @@ class Learner:
 
     def catch_up(self) -> int:
         """Loads the newest trusted checkpoint and learns which groups there are and which the log has already named,
-        whatever was known before. Returns the newest step decided."""
-        newest = self.log.refresh()
+        whatever was known or on its way before. Returns the newest step decided."""
+        with contextlib.suppress(Diverged, Lost):
+            self.behind.landed()
+        self.decided, newest = 0, self.log.refresh()
         young = policy_version(newest, self.run) - self.run["max_staleness"]
         oldest = max(0, min([young, *map(number_in, self.bucket.list("groups/"))]) * self.run["sync_steps"])
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
         self.groups, self.refused, self.consumed = {}, {}, self.log.named(oldest + 1, newest)
-        self.load_checkpoint(newest)
+        self.load_checkpoint()
         self.member.update(behind=newest - self.state.step)
         self.look_sent = None
         self.look()  # at all groups that lie there, while all that they can be named by is known
@@ -805,10 +807,10 @@ class Learner:
                                   f"{moved[0]} is alive; stop it, or use a store that honours If-None-Match")
         warn(f"{self.bucket.address} does not honour create-if-absent: this must stay the only learner")
 
-    def load_checkpoint(self, below: int) -> None:
-        """Loads the newest checkpoint under step `below` (or 0) whose digest the entry after it confirms; says so when
-        it passes one over. One that no entry confirms yet is no loss: an older one and the log give the same state."""
-        for step in reversed([s for s in manifests(self.bucket, "checkpoints/") if s < below or s == 0]):
+    def load_checkpoint(self) -> None:
+        """Loads the newest checkpoint (or 0) whose digest the entry after it confirms; says so when it passes one over.
+        One that no entry confirms yet is no loss: an older one and the log give the same state."""
+        for step in reversed([s for s in manifests(self.bucket, "checkpoints/") if s < self.log.newest or s == 0]):
             try:
                 manifest = json.loads(self.bucket.get(f"checkpoints/{step:06d}/manifest.json"))
                 if step < self.log.newest and self.log.read(step + 1)["digest_before"] != manifest["digest"]:
@@ -826,16 +828,6 @@ class Learner:
             return
         raise BucketError(f"no checkpoint in {self.bucket.address} can be trusted; refusing to start again from the base "
                           "(take an empty bucket if that is what you want)")
-
-    def recover(self, problem: Diverged, attempt: int) -> None:
-        """Folds again from a checkpoint, each time from an older one."""
-        warn(f"DIVERGED: {problem}; folding again from a checkpoint")
-        if attempt > 3:
-            raise BucketError(f"{problem}; folding again did not help")
-        self.decided = 0
-        with contextlib.suppress(Diverged, Lost):
-            self.behind.landed()  # what failed with the state that is given up
-        self.load_checkpoint(self.state.step - (attempt - 1) * self.run["checkpoint_steps"])
 
     # ---- groups and entries
 
@@ -1133,22 +1125,19 @@ class Learner:
         recoveries = Counter()  # by the step that the state had reached
         while True:
             try:
-                if self.state.step < max(self.args.steps, self.log.newest):
+                while self.state.step < max(self.args.steps, self.log.newest):
                     self.step()
-                    continue
                 self.publish()
                 self.landed()
                 break
             except Lost:
                 pass  # the next turn reads the entry that counts
-            except Diverged as problem:
+            except (Diverged, NotFound) as problem:  # NotFound: it slept, and others have cleaned what it would read next
+                warn(f"{type(problem).__name__.upper()}: {problem}; folding again from a checkpoint")
                 recoveries[self.state.step] += 1
-                self.recover(problem, recoveries[self.state.step])
-            except NotFound:  # this learner slept, and others have cleaned: a newer checkpoint stands for what is gone
-                before = self.state.step
+                if recoveries[self.state.step] > 3:
+                    raise BucketError(f"{problem}; folding again did not help") from None
                 self.catch_up()
-                if self.state.step <= before:
-                    raise
         self.keeper.landed()
         self.evaluate()
 
