@@ -756,10 +756,9 @@ class Learner:
         self.bucket, self.run, self.args, self.policy, self.task = bucket, run, args, policy, task
         self.id, self.log, self.pool = os.urandom(4).hex(), Log(bucket, run), ThreadPoolExecutor(8)
         self.behind, self.keeper = Behind(), Behind()  # entries, parts, adapters in order; checkpoints and cleaning
-        self.groups: dict[str, Group] = {}     # valid, not yet named by an entry
-        self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
-        self.consumed: dict[str, int] = {}     # key: step of the entry that names it, if recent
-        self.metrics: dict = {}                # of the last step applied; the next entry carries them
+        self.groups: dict[str, Group | str] = {}  # not yet named by an entry, or why the next one will drop it
+        self.consumed: dict[str, int] = {}        # key: step of the entry that names it, if recent
+        self.metrics: dict = {}                   # of the last step applied; the next entry carries them
         self.mean_step_s = 0.0
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
         self.unmoved = self.queue_groups = self.place = self.decided = 0
@@ -786,7 +785,7 @@ class Learner:
         young = policy_version(newest, self.run) - self.run["max_staleness"]
         oldest = max(0, min([young, *map(number_in, self.bucket.list("groups/"))]) * self.run["sync_steps"])
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
-        self.groups, self.refused, self.consumed = {}, {}, self.log.named(oldest + 1, newest)
+        self.groups, self.consumed = {}, self.log.named(oldest + 1, newest)
         self.load_checkpoint()
         self.member.update(behind=newest - self.state.step)
         self.look_sent = None
@@ -837,14 +836,11 @@ class Learner:
         if not is_patient and not self.look_sent.done():
             return
         for key, group in self.look_sent.result():
-            if key in self.consumed:
-                continue
-            if isinstance(group, Group):
+            if group and key not in self.consumed:
                 self.groups[key] = group
-            elif group:
-                self.refused[key] = group
-                self.member.update(set_aside=list(self.refused))
-                warn(f"{key} is set aside: {group}")
+                if isinstance(group, str):
+                    warn(f"{key} is set aside: {group}")
+        self.member.update(set_aside=[k for k, g in self.groups.items() if isinstance(g, str)])
         # The first look is at all groups, then at those young enough to train on: the cost stays as the run grows.
         oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
         self.look_sent = self.pool.submit(self.look_once, f"groups/{max(0, oldest):06d}")
@@ -853,8 +849,8 @@ class Learner:
         """Thread: the newest entry, the learners alive, and the groups not seen before, from key `start` on."""
         self.log.refresh()
         self.company = self.find_company()
-        new = [k for k in self.bucket.list("groups/", start_after=start)
-               if k not in self.groups and k not in self.refused and k not in self.consumed]
+        listed = self.bucket.list("groups/", start_after=start)
+        new = [k for k in listed if k not in self.groups and k not in self.consumed]
         return list(zip(new, self.pool.map(self.try_group, new)))
 
     def find_company(self) -> list[str]:
@@ -875,9 +871,10 @@ class Learner:
     def decide(self, step: int) -> dict | None:
         """The entry of a step if there are groups enough, else None. `gather` sees whether it came first."""
         run, version = self.run, policy_version(step - 1, self.run)
-        stale = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
-                 if version - number_in(k) > run["max_staleness"]}
-        usable = sorted(self.groups.keys() - stale.keys())  # the key starts with the version: oldest first
+        dropped = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
+                   if version - number_in(k) > run["max_staleness"]}
+        dropped |= {k: reason for k, reason in self.groups.items() if isinstance(reason, str)}
+        usable = sorted(self.groups.keys() - dropped.keys())  # the key starts with the version: oldest first
         self.queue_groups = len(usable)
         if len(usable) < run["groups_per_step"]:
             return None
@@ -891,7 +888,7 @@ class Learner:
                    "trained_tokens": sum(trained), "rollouts": len(trained)}
         entry = {"format": "async-grpo-step", "version": 1, "run_id": run["run_id"], "step": step,
                  "steps": self.args.steps, "chunks": [[g.key for g in chosen[a:b]] for a, b in zip(cuts, cuts[1:])],
-                 "dropped": self.refused | stale, "update": update, "policy_version": policy_version(step, run),
+                 "dropped": dropped, "update": update, "policy_version": policy_version(step, run),
                  "publish": step % run["sync_steps"] == 0, "digest_before": self.digest, "previous": self.metrics,
                  "groups_equal": sum(g.is_equal for g in chosen), "written_by": self.id, "unix_s": time.time()}
         self.decided = step
@@ -1013,7 +1010,8 @@ class Learner:
         step, began, groups = entry["step"], time.monotonic(), []
         self.member.update(doing=f"chunk {chunk} of step {step}")
         for key in entry["chunks"][chunk]:
-            group = self.groups.get(key) or self.try_group(key)
+            group = self.groups.get(key)
+            group = group if isinstance(group, Group) else self.try_group(key)
             if not isinstance(group, Group):
                 raise (BucketError if group else NotFound)(
                     f"{key}, which entry {step} names, cannot be read ({group or 'gone'}), and its part is missing")
@@ -1153,12 +1151,10 @@ class Learner:
         self.state, grad_norm = apply(self.state, entry["update"], [tensors for tensors, _ in parts])
         self.digest = digest(self.state.tensors())
         self.policy.lora.load(0, self.state.adapter)
-        used = [g for key in named_groups(entry) if (g := self.groups.pop(key, None))]
-        for key in named_groups(entry):
-            self.consumed[key] = step
-            self.refused.pop(key, None)
+        named = dict.fromkeys(named_groups(entry), step)
+        used = [g for key in named if isinstance(g := self.groups.pop(key, None), Group)]
         oldest, cleaned = policy_version(step, run) - run["max_staleness"], step - 2 * run["checkpoint_steps"]
-        self.consumed = {k: t for k, t in self.consumed.items() if t >= cleaned or number_in(k) >= oldest}
+        self.consumed = {k: t for k, t in (self.consumed | named).items() if t >= cleaned or number_in(k) >= oldest}
         self.watch_movement(before)
         began_sync = time.monotonic()
         self.clock["apply_s"] = began_sync - began_apply
@@ -1185,7 +1181,7 @@ class Learner:
         every = self.run["checkpoint_steps"]
         if step % every == 0:
             swept = self.keeper.landed() or {}  # by the cleaning after the checkpoint before
-            self.refused |= {k: reason for k, reason in swept.items() if k not in self.groups and k not in self.consumed}
+            self.groups = {k: why for k, why in swept.items() if k not in self.consumed} | self.groups
             self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
             self.keeper.write(crash_point, "before-cleanup", step)
         if step % every == 1 % every and step > 1:
