@@ -762,7 +762,7 @@ class Learner:
         self.mean_step_s = 0.0
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
         self.unmoved = self.queue_groups = self.place = self.decided = 0
-        self.look_sent = self.canary_base = self.mismatch = None
+        self.canary_base = self.mismatch = None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
         self.member.update(steps=args.steps, behind=2)
         self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
@@ -788,7 +788,7 @@ class Learner:
         self.groups, self.consumed = {}, self.log.named(oldest + 1, newest)
         self.load_checkpoint()
         self.member.update(behind=newest - self.state.step)
-        self.look_sent = None
+        self.look_sent = self.pool.submit(self.look_once, "")
         self.look()  # at all groups that lie there, while all that they can be named by is known
         if newest:
             say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
@@ -832,7 +832,6 @@ class Learner:
 
     def look(self, is_patient: bool = True) -> None:
         """Takes in what a look at the bucket found, if it is back or `is_patient`, and sends the next one out."""
-        self.look_sent = self.look_sent or self.pool.submit(self.look_once, "")
         if not is_patient and not self.look_sent.done():
             return
         for key, group in self.look_sent.result():
@@ -841,7 +840,7 @@ class Learner:
                 if isinstance(group, str):
                     warn(f"{key} is set aside: {group}")
         self.member.update(set_aside=[k for k, g in self.groups.items() if isinstance(g, str)])
-        # The first look is at all groups, then at those young enough to train on: the cost stays as the run grows.
+        # The next look is at those young enough to train on: its cost does not grow with the run.
         oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
         self.look_sent = self.pool.submit(self.look_once, f"groups/{max(0, oldest):06d}")
 
