@@ -729,7 +729,7 @@ class Behind:
     raised it: what lies in the bucket is always the beginning of what was asked for."""
 
     def __init__(self):
-        self.thread, self.last = ThreadPoolExecutor(1), None
+        self.thread, self.last, self.waited_s = ThreadPoolExecutor(1), None, 0.0
 
     def write(self, function, *args) -> None:
         before = self.last
@@ -742,8 +742,11 @@ class Behind:
 
     def landed(self):
         """Waits until everything is written; what the last write returned. Raises the first failure, once."""
-        last, self.last = self.last, None
-        return last.result() if last else None
+        last, self.last, began = self.last, None, time.monotonic()
+        try:
+            return last.result() if last else None
+        finally:
+            self.waited_s += time.monotonic() - began
 
 class Learner:
     """Decides, computes, folds and publishes; everything it knows can be rebuilt from the bucket.
@@ -903,14 +906,6 @@ class Learner:
         crash_point("after-entry", step)
         self.log.entries[step], self.log.newest = entry, max(self.log.newest, step)
 
-    def landed(self):
-        """Waits for the writes behind; the time counts as synchronisation."""
-        began = time.monotonic()
-        try:
-            return self.behind.landed()
-        finally:
-            self.clock["sync_s"] += time.monotonic() - began
-
     def next_entry(self, step: int) -> dict:
         """The entry of a step: read, or decided here as soon as there are groups. Says who is missing while it waits."""
         wait = Wait(self.args.wait_s)
@@ -924,7 +919,7 @@ class Learner:
             if self.place and time.monotonic() - wait.start > 2:  # the learner that publishes for all may have died
                 self.publish()
             if self.place or (self.behind.last and self.behind.last.done()):
-                self.landed()  # a write that failed may be why no groups come
+                self.behind.landed()  # a write that failed may be why no groups come
             self.look()
         if entry["digest_before"] != self.digest:
             raise Diverged(f"entry {step} was written on state {entry['digest_before'][:12]}, this learner has {self.digest[:12]}")
@@ -942,7 +937,7 @@ class Learner:
         n, company, began = len(entry["chunks"]), self.company, time.monotonic()
         self.is_alone = company == [self.id] and entry["step"] == self.decided  # then nobody else can have written a part
         if not self.is_alone:
-            self.landed()  # an entry decided here, before anybody's parts are taken for its parts
+            self.behind.landed()  # an entry decided here, before anybody's parts are taken for its parts
         self.place = company.index(self.id) if self.id in company else -1
         own = [c for c in range(n) if c * len(company) // n == self.place]
         order = list(dict.fromkeys(own + [(c + max(0, self.place)) % n for c in range(n)]))
@@ -952,14 +947,14 @@ class Learner:
             if not self.is_alone:
                 self.collect(entry, have, spoilt)
             if not (missing := [c for c in order if c not in have]):
-                if self.is_alone or self.landed() is not False:
+                if self.is_alone or self.behind.landed() is not False:
                     return [have[c] for c in range(n)]
                 del have[sent]  # another's part of this chunk came first and counts
                 continue
             chunk, began = missing[0], time.monotonic()
             if chunk in own or began >= takeover_at or self.find_company() == [self.id]:
                 part = self.compute_part(entry, chunk)
-                if self.landed() is False:  # the entry if it was decided here, or the part before
+                if self.behind.landed() is False:  # the entry if it was decided here, or the part before
                     have.pop(sent, None)
                 self.behind.write(self.put_part, entry, chunk, spoilt.get(chunk, 0), part, self.is_alone)
                 have[chunk], sent = self.read_part(part, entry, chunk), chunk
@@ -1125,7 +1120,7 @@ class Learner:
                 while self.state.step < max(self.args.steps, self.log.newest):
                     self.step()
                 self.publish()
-                self.landed()
+                self.behind.landed()
                 break
             except Lost:
                 pass  # the next turn reads the entry that counts
@@ -1141,10 +1136,10 @@ class Learner:
     def step(self) -> None:
         """One step: entry, parts, fold, publish. Prints its line unless it only replays what was decided long ago."""
         step, run, began = self.state.step + 1, self.run, time.monotonic()
-        self.clock = dict.fromkeys(self.clock, 0.0)
+        self.clock, self.behind.waited_s = dict.fromkeys(self.clock, 0.0), 0.0
         self.member.update(doing=f"waiting for groups of step {step}")
         entry = self.next_entry(step)
-        self.clock["wait_s"] = time.monotonic() - began - self.clock["sync_s"]
+        self.clock["wait_s"] = time.monotonic() - began - self.behind.waited_s
         parts = self.gather(entry)
         began_apply, before = time.monotonic(), self.digest
         self.state, grad_norm = apply(self.state, entry["update"], [tensors for tensors, _ in parts])
@@ -1164,7 +1159,7 @@ class Learner:
         self.member.update(pace_s=self.pace_s, behind=self.log.newest - step)
         if self.place == 0:
             self.keep(step)
-        self.clock["sync_s"] += time.monotonic() - began_sync
+        self.clock["sync_s"] = self.behind.waited_s + time.monotonic() - began_sync
         step_s = time.monotonic() - began
         self.metrics = step_metrics(entry, [header["sums"] for _, header in parts], grad_norm, run) | {
             "queue_groups": self.queue_groups, **self.clock, "step_s": step_s}
