@@ -1380,8 +1380,9 @@ class Actor:
 
     def __init__(self, bucket, run: dict, args, task: Task, sampler):
         self.bucket, self.run, self.args, self.task, self.sampler = bucket, run, args, task, sampler
-        self.id, self.log, self.sequence, self.order = os.urandom(4).hex(), Log(bucket, run), itertools.count(), iter(())
-        self.random = random.Random(f"{run['seed']} {self.id}")
+        self.id, self.log, self.sequence = os.urandom(4).hex(), Log(bucket, run), itertools.count()
+        draw, n = random.Random(f"{run['seed']} {self.id}"), len(task.rows)
+        self.order = itertools.chain.from_iterable(draw.sample(range(n), n) for _ in itertools.count())  # pass by pass
         self.lock, self.done, self.failure = threading.Condition(), threading.Event(), None
         self.consumed: dict[str, int] = {}   # recent groups that an entry names
         self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
@@ -1459,10 +1460,7 @@ class Actor:
         rows = self.task.rows
         while len(self.too_long) < len(rows):
             with self.lock:
-                index = next(self.order, None)
-                if index is None:
-                    self.order = iter(self.random.sample(range(len(rows)), len(rows)))
-                    index = next(self.order)
+                index = next(self.order)
             ids = self.task.encode(rows[index]["prompt"])
             if len(ids) <= self.run["max_prompt_tokens"]:
                 return index, rows[index], ids
