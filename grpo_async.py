@@ -1382,7 +1382,8 @@ class Actor:
         self.bucket, self.run, self.args, self.task, self.sampler = bucket, run, args, task, sampler
         self.id, self.log, self.sequence = os.urandom(4).hex(), Log(bucket, run), itertools.count()
         draw, n = random.Random(f"{run['seed']} {self.id}"), len(task.rows)
-        self.order = itertools.chain.from_iterable(draw.sample(range(n), n) for _ in itertools.count())  # pass by pass
+        # Rows in a fresh random order per pass.
+        self.order = itertools.chain.from_iterable(draw.sample(range(n), n) for _ in itertools.count())
         self.lock, self.done, self.failure = threading.Condition(), threading.Event(), None
         self.consumed: dict[str, int] = {}   # recent groups that an entry names
         self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
@@ -1456,7 +1457,7 @@ class Actor:
                     self.lock.notify_all()
 
     def next_prompt(self) -> tuple[int, dict, list[int]]:
-        """Rows in a fresh random order per pass; those longer than --max-prompt-tokens are passed over and counted."""
+        """The next row; those longer than --max-prompt-tokens are passed over and counted."""
         rows = self.task.rows
         while len(self.too_long) < len(rows):
             with self.lock:
