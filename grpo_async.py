@@ -1311,12 +1311,11 @@ class Engine:
         return self.newest
 
     def sample(self, prompt_ids: list[int], n: int, version: int, seed: int, timeout_s: float) -> list:
-        """n lora.Completions of a prompt. Raises Busy for what another try may mend."""
+        """n lora.Completions of a prompt. TimeoutError or lora.UnknownVersion: another try may help."""
+        run, name = self.run, f"policy-v{version}"
+        future = self.submit(prompt_ids, n, run["max_tokens"], run["temperature"], name, seed)
         try:
-            future = self.submit(prompt_ids, n, self.run["max_tokens"], self.run["temperature"], f"policy-v{version}", seed)
             return future.result(timeout_s)
-        except lora.UnknownVersion as error:
-            raise Busy(str(error)) from None
         except TimeoutError:
             self.cancel(future)
             raise
@@ -1507,7 +1506,7 @@ class Actor:
                        and all(-1000 < x <= 1e-4 for x in c.logprobs)]
                 if not new:
                     raise Busy("no usable completion in the reply")
-            except (Busy, TimeoutError) as error:
+            except (Busy, TimeoutError, lora.UnknownVersion) as error:
                 if pause > 1:
                     warn(f"group {number} asks again in {pause:.0f} s: {error}")
                 self.done.wait(min(left, pause * random.uniform(0.5, 1.5)))
