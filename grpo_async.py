@@ -913,9 +913,10 @@ class Learner:
         while not (entry := self.log.read(step) if step <= self.log.newest else self.decide(step)):
             living, missing = self.actors.poll(1.0), self.actors.missing()
             gone = ", ".join(f"{i} not heard of for {s:.0f} s" for i, s in missing.items()) or "none has been seen"
-            wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; " + (
-                f"{len(living)} actors alive" if living else
-                f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}"), self.args.poll_s)
+            actors = (f"{len(living)} actors alive" if living else
+                      f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}")
+            wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; {actors}",
+                      poll_s(self.bucket))
             if self.place and time.monotonic() - wait.start > 2:  # the learner that publishes for all may have died
                 self.publish()
             if self.place or (self.behind.last and self.behind.last.done()):
@@ -960,7 +961,7 @@ class Learner:
                 have[chunk], sent = self.read_part(part, entry, chunk), chunk
                 takeover_at = 2 * time.monotonic() - began
             else:
-                wait.tick(f"parts {missing} of step {entry['step']} from {company}", min(0.1, self.args.poll_s))
+                wait.tick(f"parts {missing} of step {entry['step']} from {company}", min(0.1, poll_s(self.bucket)))
 
     def put_part(self, entry: dict, chunk: int, attempt: int, data: bytes, is_applied: bool) -> bool:
         """Writes a part, create-if-absent: False if another's counts; Diverged if this learner has gone on with its own."""
@@ -1404,7 +1405,7 @@ class Actor:
             self.look()
             if self.version >= 0:
                 wait = Wait(self.args.wait_s, 0.2 if self.log.newest > newest else wait.share)
-            wait.tick("a sampler that serves a version of the policy", self.args.poll_s)
+            wait.tick("a sampler that serves a version of the policy", poll_s(self.bucket))
         if self.failure:
             raise self.failure
         say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=len(self.too_long))
@@ -1665,7 +1666,6 @@ def join_run(bucket, args) -> dict:
         raise UserError(f"--queue-groups {args.queue_groups} can never fill a step of {run['groups_per_step']} groups; raise it")
     is_tiny = run["model"] == "tiny"
     args.inflight, args.max_rows = args.inflight or (512 if is_tiny else 128), args.max_rows or (256 if is_tiny else 64)
-    args.poll_s = poll_s(bucket)
     return run
 
 def torch_version() -> str:
