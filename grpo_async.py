@@ -1385,7 +1385,6 @@ class Actor:
         # Rows in a fresh random order per pass.
         self.order = itertools.chain.from_iterable(draw.sample(range(n), n) for _ in itertools.count())
         self.lock, self.done, self.failure = threading.Condition(), threading.Event(), None
-        self.consumed: dict[str, int] = {}   # recent groups that an entry names
         self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
         self.waiting = self.inflight = self.elsewhere = 0  # groups: not named yet; in flight here; at other actors
         self.written = self.left_out = 0     # groups; rollouts
@@ -1412,21 +1411,21 @@ class Actor:
 
     def look(self) -> None:
         """One look at the bucket and the sampler; wakes the workers that wait for a permit."""
-        known, newest = self.log.newest, self.log.refresh()
-        oldest = policy_version(newest, self.run) - self.run["max_staleness"]
-        named = self.log.named(max(known, oldest * self.run["sync_steps"]) + 1, newest)
-        self.log.entries = {t: e for t, e in self.log.entries.items() if t == newest}
+        newest = self.log.refresh()
+        oldest = max(0, policy_version(newest, self.run) - self.run["max_staleness"])
+        first = oldest * self.run["sync_steps"] + 1  # no earlier entry can name a group that is young
+        named = self.log.named(first, newest).keys()
+        self.log.entries = {t: e for t, e in self.log.entries.items() if t >= min(first, newest)}
         version = self.sampler.version()
         if version >= 0:
             self.adapter_sha256(version)  # now: it may be pruned before a slow group ends
-        listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))  # the young ones
+        listed = set(self.bucket.list("groups/", start_after=f"groups/{oldest:06d}"))  # the young ones
         others = [m for i, m in self.members.poll(0.5).items() if i != self.id]
         steps = max([self.args.steps, *(m.get("steps", 0) for m in others), *(self.log.read(t)["steps"] for t in (newest,) if t)])
         set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
-            self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
-            self.mine = {k for k in self.mine - listed - self.consumed.keys() if number_in(k) >= oldest}
-            self.waiting = len(listed - self.consumed.keys() - set_aside)
+            self.mine = {k for k in self.mine - listed - named if number_in(k) >= oldest}
+            self.waiting = len(listed - named - set_aside)
             self.elsewhere, self.version = sum(m.get("inflight", 0) for m in others), version
             if newest >= steps:
                 self.done.set()
