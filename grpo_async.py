@@ -1177,7 +1177,7 @@ class Learner:
         if step % every == 0:
             swept = self.keeper.landed() or {}  # by the cleaning after the checkpoint before
             self.groups = {k: why for k, why in swept.items() if k not in self.consumed} | self.groups
-            self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
+            self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, self.id)
             self.keeper.write(crash_point, "before-cleanup", step)
         if step % every == 1 % every and step > 1:
             self.keeper.write(self.clean, self.state, dict(self.consumed))
@@ -1205,13 +1205,15 @@ class Learner:
         self.bucket.put_new(key, json.dumps({"step": self.state.step, **scores}).encode())
         say("eval", step=self.state.step, **scores)
 
-def write_checkpoint(bucket, run: dict, state: State, folder: str, state_digest: str) -> None:
+def write_checkpoint(bucket, run: dict, state: State, writer: str) -> None:
     """State in the writer's own folder, then the manifest that makes it the one that counts."""
+    folder = f"checkpoints/{state.step:06d}/{writer}"
     data = pack_object("state", state.tensors(), run_id=run["run_id"], step=state.step)
     bucket.put_new(f"{folder}/state.safetensors", data)
     crash_point("during-checkpoint", state.step)
-    manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "step": state.step, "folder": folder,
-                "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest, "run": run}
+    manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "run": run,
+                "step": state.step, "folder": folder, "digest": read_header(data)["sha256"],
+                "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     bucket.put_new(f"checkpoints/{state.step:06d}/manifest.json", json.dumps(manifest, sort_keys=True).encode())
 
 def evaluate(policy: Policy, task: Task, adapter: dict, run: dict) -> dict:
@@ -1715,7 +1717,7 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
             raise UserError(f"--init-adapter {args.init_adapter}: {error}") from None
     state = State(0, 0, tensors, *({n: torch.zeros_like(t) for n, t in tensors.items()} for _ in range(2)))
     # Of two set-ups at once, or one after a crash, the checkpoint that counts brings its run along: both write the same run.json.
-    write_checkpoint(bucket, run, state, f"checkpoints/000000/{run['run_id']}", digest(state.tensors()))
+    write_checkpoint(bucket, run, state, run["run_id"])
     run = json.loads(bucket.get("checkpoints/000000/manifest.json"))["run"]
     bucket.put_new("run.json", json.dumps(run, sort_keys=True, indent=1).encode() + b"\n")
 
