@@ -35,6 +35,7 @@ import argparse
 import contextlib
 import datetime
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -52,7 +53,7 @@ import sys
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,45 +80,35 @@ VERSION = "0.1.0"
 LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in fp32 and far beyond any ratio that still means something
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
-
 class UserError(Exception):
     """The user's mistake: one line on stderr, exit code 2."""
-
 
 class Diverged(Exception):
     """This learner's state is not the one that the log's next entry was written on; reload and fold again."""
 
-
 class Lost(Exception):
     """Another learner decided this step first; its entry counts, and what was computed for ours is forgotten."""
-
 
 class Busy(Exception):
     """A sampler cannot answer now (404 of a version just gone, 429, 5xx, transport): ask again, with back-off."""
 
-
 class Refused(Exception):
     """A sampler will never answer this request (400): leave the prompt out."""
-
 
 def say(word: str, /, **values) -> None:
     """Prints one key=value line; floats with 4 significant digits, nan for what was not measured."""
     tell(" ".join([word, *(f"{k}={number(v)}" for k, v in values.items())]).strip(), sys.stdout)
 
-
 def number(value):
     return "nan" if value is None else f"{value:.4g}" if isinstance(value, float) else value
-
 
 def is_terminal(stream) -> bool:
     """True where a line may redraw itself; NO_COLOR or TERM=dumb ask for plain lines."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
-
 def tell(line: str, stream) -> None:
     """One line; on a terminal it takes the place of a live line that may stand there."""
     print(f"\r\033[K{line}" if is_terminal(stream) else line, file=stream, flush=True)
-
 
 def show_step(row: dict, steps: int, mean_step_s: float) -> None:
     """A finished step: all its values as key=value; on a terminal one short line that redraws itself, each tenth stays."""
@@ -129,25 +120,20 @@ def show_step(row: dict, steps: int, mean_step_s: float) -> None:
     stays = step % 10 == 0 or step >= steps
     print(f"\r\033[K{line[:shutil.get_terminal_size().columns - 1]}", end="\n" if stays else "", flush=True)
 
-
 def warn(message: str) -> None:
     tell(f"warning: {message}", sys.stderr)
 
-
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch says it in two ways, on CUDA and on the CPU."""
     return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
-
 def crash_point(name: str, step: int) -> None:
     """Dies like a lost machine at one named point of one step, when GRPO_CRASH=name:step asks for it (for tests)."""
     if os.environ.get("GRPO_CRASH") == f"{name}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
-
 
 class Wait:
     """A wait that is never silent: says what it waits for after 5 s, then every 15 s, and gives up at its limit.
@@ -167,7 +153,6 @@ class Wait:
             tell(f"waiting {waited:.0f} s for {what}", sys.stderr)
         time.sleep(pause_s * self.share)
         self.share = min(1.0, 1.5 * self.share)
-
 
 # ---------------------------------------------------------------- 1. Tasks and rewards
 
@@ -237,15 +222,12 @@ class Task:
             warn(f"reward {name} returned {values}: rollouts without a finite reward are left out")
         return finite
 
-
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
-
 
 def add_reward(completions, answer, finish_reasons, **_) -> list[float]:
     """1 when the completion ended by itself and its last number is the sum."""
     return [float(reason == "stop" and re.findall(r"\d+", text)[-1:] == [str(want)])
             for text, want, reason in zip(completions, answer, finish_reasons)]
-
 
 def math_reward(completions, answer, **_) -> list[float]:
     """1 when the completion's final answer equals the `answer` column: the last \\boxed{}, else what follows the last
@@ -262,7 +244,6 @@ def math_reward(completions, answer, **_) -> list[float]:
     wants = [final(a, False) if "####" in a else a for a in map(str, answer)]  # GSM8K's answers end in "#### n"
     return [float(canonical(final(t, re.fullmatch(r"\s*[A-J]\s*", w) is not None)) == canonical(w))
             for t, w in zip(texts, wants)]
-
 
 def read_rows(text: str, name: str) -> list[dict]:
     """The rows of a JSON-lines file; UserError naming file and line for what is not one."""
@@ -283,7 +264,6 @@ def read_rows(text: str, name: str) -> list[dict]:
         raise UserError(f"{name}: no rows; expected JSON lines with a prompt column")
     return rows
 
-
 def load_reward(spec: str) -> tuple[str, float, object, str]:
     """FILE.py:FUNCTION[=WEIGHT] as (name, weight, function, sha256 of the file)."""
     match = re.fullmatch(r"(.+\.py):(\w+)(?:=([-+.\deE]+))?", spec)
@@ -300,7 +280,6 @@ def load_reward(spec: str) -> tuple[str, float, object, str]:
         raise UserError(f"--reward {spec}: {path} has no function {name}")
     return name, weight, getattr(module, name), hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
-
 # ---------------------------------------------------------------- 2. The mathematics of GRPO
 
 def advantages(rewards: list[float], scale_by_std: bool = True) -> list[float]:
@@ -313,29 +292,24 @@ def advantages(rewards: list[float], scale_by_std: bool = True) -> list[float]:
     std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / len(rewards))
     return [(x - mean) / (std + 1e-6 if scale_by_std else 1.0) for x in rewards]
 
-
 def log_ratio(learner_logprobs, sampler_logprobs, mask):
     """log of r = pi_learner / pi_sampler per token [C, T], clamped to +-20.
 
     Subtle: masked before exp. exp(200) * 0 is NaN, and so is its gradient."""
     return (learner_logprobs - sampler_logprobs).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
-
 def surrogate(ratio, advantage, low: float, high: float):
     """-min(r A, clip(r, 1 - low, 1 + high) A), elementwise [1]."""
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
 
 def k3(learner_logprobs, reference_logprobs, mask):
     """Estimate of KL(learner || reference) per token [C, T]: exp(d) - d - 1 with d = reference - learner [5]."""
     d = log_ratio(reference_logprobs, learner_logprobs, mask)
     return d.exp() - d - 1
 
-
 def completion_means(per_token, mask):
     """Mean over each completion's trained tokens, [C, T] -> [C]; 0 for a completion without any."""
     return (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)
-
 
 # Each loss takes log ratios [C, T], the mask of trained tokens [C, T], advantages [C], the clip bounds, the cap on r
 # (inf: none) and a penalty per token [C, T] (beta k3 r; 0 without --kl). It returns (sum, count); a step divides the sum
@@ -346,18 +320,15 @@ def dapo_loss(log_r, mask, advantage, low, high, cap, penalty):
     ratio = log_r.exp().clamp(max=cap)
     return ((surrogate(ratio, advantage[:, None], low, high) + penalty) * mask).sum(), mask.sum()
 
-
 def grpo_loss(log_r, mask, advantage, low, high, cap, penalty):
     """Mean over completions of the mean over their tokens [1]."""
     ratio = log_r.exp().clamp(max=cap)
     per_token = surrogate(ratio, advantage[:, None], low, high) + penalty
     return completion_means(per_token, mask).sum(), mask.any(1).sum()
 
-
 def dr_grpo_loss(log_r, mask, advantage, low, high, cap, penalty, max_tokens):
     """No length and no std normalisation [3]: token sum / (trained rollouts x max tokens); advantages come without std."""
     return dapo_loss(log_r, mask, advantage, low, high, cap, penalty)[0], mask.any(1).sum() * max_tokens
-
 
 def gspo_loss(log_r, mask, advantage, low, high, cap, penalty):
     """Sequence-level ratio [4]: r = exp(mean log ratio of the completion), so its length never enters r."""
@@ -365,17 +336,14 @@ def gspo_loss(log_r, mask, advantage, low, high, cap, penalty):
     per_completion = surrogate(ratio, advantage, low, high) * mask.any(1) + completion_means(penalty, mask)
     return per_completion.sum(), mask.any(1).sum()
 
-
 LOSSES = {"dapo": (dapo_loss, 0.2, 0.28), "grpo": (grpo_loss, 0.2, 0.2), "dr_grpo": (dr_grpo_loss, 0.2, 0.2),
           "gspo": (gspo_loss, 3e-4, 4e-4)}  # name: function, default clip distance below and above 1
-
 
 def normaliser(update: dict, trained_tokens: list[int]) -> float:
     """The count that the loss will return, known beforehand from the trained tokens of each completion."""
     completions = sum(n > 0 for n in trained_tokens)
     by_loss = {"dapo": sum(trained_tokens), "dr_grpo": completions * update["max_tokens"]}
     return float(by_loss.get(update["loss"], completions))
-
 
 # ---------------------------------------------------------------- 3. Packing and gradients
 
@@ -404,7 +372,6 @@ class Group:
         return [0 if run["mask_truncated"] and is_cut else len(ids)
                 for ids, is_cut in zip(self.completion_ids, self.truncated)]
 
-
 @dataclass
 class Policy:
     """A frozen base with LoRA slots. In a learner slot 0 trains and slot 1 re-scores under a rollout's own version.
@@ -424,7 +391,6 @@ class Policy:
             self.model.set_attn_implementation(kind)
         self.shares_prompts = config._attn_implementation == kind
 
-
 @dataclass
 class Rows:
     """Packed completions. One row holds all pieces: a prompt once, its completions behind it; a token sees the prompt and
@@ -438,7 +404,6 @@ class Rows:
     mask: object              # [C, T] bool, true where there is a target
     sampler_logprobs: object  # [C, T]
     advantage: object         # [C]
-
 
 def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tuple]:
     """Cuts groups into (prompt ids, [(ids, sampler logprobs, advantage)]) of at most `budget` tokens where possible;
@@ -456,7 +421,6 @@ def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tup
                 size += n - 1
     return found
 
-
 def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Rows]:
     """First-fit decreasing of pieces into forwards of at most `budget` tokens, padding included, or of one piece."""
     def tokens(batch):
@@ -469,7 +433,6 @@ def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Row
             batches.append(batch := [])
         batch.append(piece)
     return [fill(batch, 1 if share else tokens(batch[:1]), device) for batch in batches]
-
 
 def fill(batch: list[tuple], width: int, device) -> Rows:
     """The tensors of a batch of pieces: one behind another in one row (width 1), or each padded to a row of `width`."""
@@ -499,7 +462,6 @@ def fill(batch: list[tuple], width: int, device) -> Rows:
     return Rows(ids, positions, lengths, padded(predictor, torch.long), padded(targets, torch.long), mask,
                 padded(sampler, torch.float32), torch.tensor(advantage, dtype=torch.float32, device=device))
 
-
 def attention_mask(rows: Rows, policy: Policy):
     """Which token sees which: lora.branch_attention's table of lengths, or flex attention's BlockMask of the same rule.
 
@@ -518,7 +480,6 @@ def attention_mask(rows: Rows, policy: Policy):
         return (k <= q) & (piece[q] == piece[k]) & (is_prompt[k] | (segment[q] == segment[k]))
     return create_block_mask(sees, None, None, len(segment), len(segment), device=device)
 
-
 def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: float):
     """Learner logprobs [C, T] (0 where there is no target) and entropies [N] of the targets under a slot (None: base)."""
     with policy.lora.use(slot):
@@ -529,7 +490,6 @@ def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: floa
     taken = hidden.flatten(0, 1)[rows.predictor[rows.mask]]  # [N, d]
     logprobs, entropy = lora.token_logprobs(taken, head.weight, head.bias, rows.targets[rows.mask], temperature)
     return torch.zeros(rows.mask.shape, device=logprobs.device).masked_scatter(rows.mask, logprobs), entropy
-
 
 def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict, budget: int) -> tuple[dict, dict]:
     """The gradient of the summed loss of some groups under the adapter in slot 0: ({name: fp32 CPU tensor}, sums).
@@ -566,7 +526,6 @@ def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict,
             sums[name] += value.item()
     return {n: torch.zeros(p.shape) if p.grad is None else p.grad.float().cpu() for n, p in parameters.items()}, sums
 
-
 def rescore(policy: Policy, group: Group, tensors: dict, run: dict, budget: int) -> tuple[float, int]:
     """Sum of |learner - sampler logprob| over a group's tokens under the adapter that sampled them, and their number."""
     policy.lora.load(1, tensors)
@@ -577,7 +536,6 @@ def rescore(policy: Policy, group: Group, tensors: dict, run: dict, budget: int)
             total += (logprobs - rows.sampler_logprobs)[rows.mask].abs().sum().item()
             n += int(rows.mask.sum())
     return total, n
-
 
 # ---------------------------------------------------------------- 4. The log: objects, entries, state
 
@@ -591,7 +549,6 @@ def digest(tensors: dict) -> str:
         h.update(memoryview(t.numpy()).cast("B") if t.numel() else b"")
     return h.hexdigest()
 
-
 def pack_object(kind: str, tensors: dict, **header) -> bytes:
     """A safetensors object with a named, versioned JSON header that holds the sha256 of its tensors."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -599,10 +556,8 @@ def pack_object(kind: str, tensors: dict, **header) -> bytes:
     header["header_sha256"] = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
     return save_tensors(tensors, {"json": json.dumps(header, sort_keys=True)})
 
-
 def read_header(data: bytes) -> dict:
     return json.loads(json.loads(data[8:8 + int.from_bytes(data[:8], "little")])["__metadata__"]["json"])
-
 
 def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
     """(tensors, header) of an object of `pack_object`; Corrupt when anything about it is not as written."""
@@ -618,7 +573,6 @@ def unpack_object(kind: str, data: bytes, run_id: str) -> tuple[dict, dict]:
         raise Corrupt(f"{kind}: its tensors do not have the sha256 in its header")
     return tensors, header
 
-
 def write_group(g: Group, run: dict) -> bytes:
     flat_ids, flat_logprobs = (list(itertools.chain(*x)) for x in (g.completion_ids, g.sampler_logprobs))
     tensors = {"prompt_ids": g.prompt_ids, "lengths": [len(i) for i in g.completion_ids], "completion_ids": flat_ids,
@@ -626,7 +580,6 @@ def write_group(g: Group, run: dict) -> bytes:
     floats = {"sampler_logprobs": flat_logprobs, "rewards": g.rewards}
     tensors = {k: torch.tensor(v) for k, v in tensors.items()} | {k: torch.tensor(v, dtype=torch.float32) for k, v in floats.items()}
     return pack_object("group", tensors, run_id=run["run_id"], prompt_id=g.prompt_id, text=g.text, adapter_sha256=g.adapter_sha256)
-
 
 def read_group(data: bytes, key: str, run: dict) -> Group:
     """The group, or Corrupt for anything a learner must not train on: shapes, ranges, finiteness, versions."""
@@ -648,16 +601,22 @@ def read_group(data: bytes, key: str, run: dict) -> Group:
                  t["rewards"].tolist(), t["versions"].tolist(), t["truncated"].bool().tolist(), header["text"],
                  header["adapter_sha256"], key)
 
+def read_twice(bucket, key: str, parse):
+    """What `parse` makes of an object, or why it is invalid: judged after a second read, as a transfer may fail."""
+    for _ in range(2):
+        try:
+            return parse(bucket.get(key))
+        except Corrupt as error:
+            problem = f"invalid: {error}"
+    return problem
 
 def number_in(key: str) -> int:
     """The version of a group's or an adapter's key, the step of any other: the six digits of its second segment."""
     return int(key.split("/")[1].lstrip("v")[:6])
 
-
 def manifests(bucket, prefix: str) -> list[int]:
     """Versions of adapters/ or steps of checkpoints/ whose manifest is there, in order."""
     return sorted(number_in(k) for k in bucket.list(prefix) if k.endswith("/manifest.json"))
-
 
 class Log:
     """The entries of steps/, read once each."""
@@ -688,10 +647,8 @@ class Log:
         """{group key: step} of every group that entries first..last train or drop."""
         return {key: t for t in range(max(1, first), last + 1) for key in named_groups(self.read(t))}
 
-
 def named_groups(entry: dict) -> list[str]:
     return [key for chunk in entry["chunks"] for key in chunk] + list(entry["dropped"])
-
 
 @dataclass
 class State:
@@ -711,7 +668,6 @@ class State:
         kinds = ({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
                  for kind in ("adapter.", "exp_avg.", "exp_avg_sq."))
         return cls(step, int(tensors["updates"]), *kinds)
-
 
 def apply(state: State, update: dict, parts: list[dict]) -> tuple[State, float]:
     """State t from state t-1, the entry's scalars and the parts' tensors in chunk order; also the gradient's norm.
@@ -739,18 +695,15 @@ def apply(state: State, update: dict, parts: list[dict]) -> tuple[State, float]:
         new.exp_avg[name], new.exp_avg_sq[name] = m, v
     return new, norm
 
-
 def policy_version(step: int, run: dict) -> int:
     """The newest version published once `step` is applied: one every sync_steps steps."""
     return step // run["sync_steps"]
-
 
 def learning_rate(step: int, steps: int, run: dict) -> float:
     """Linear warm-up over warmup_steps, then constant, or linear to a tenth at the last step."""
     warm = min(1.0, step / max(1, run["warmup_steps"]))
     left = min(1.0, max(0.0, (steps - step) / max(1, steps - run["warmup_steps"])))
     return run["lr"] * warm * (1.0 if run["lr_schedule"] == "constant" else 0.1 + 0.9 * left)
-
 
 def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> dict:
     """A step's line of the learning curve, from its entry and the sums of its parts alone; None is not measured."""
@@ -769,7 +722,6 @@ def step_metrics(entry: dict, sums: list[dict], grad_norm: float, run: dict) -> 
             "mismatch": per("mismatch", "mismatch_tokens"), "tokens": int(total["trained_tokens"]),
             "completion_tokens": per("completion_tokens", "rollouts"), "truncated": per("truncated", "rollouts")}
 
-
 # ---------------------------------------------------------------- 5. The learner
 
 class Behind:
@@ -777,7 +729,7 @@ class Behind:
     raised it: what lies in the bucket is always the beginning of what was asked for."""
 
     def __init__(self):
-        self.thread, self.last = ThreadPoolExecutor(1), None
+        self.thread, self.last, self.waited_s = ThreadPoolExecutor(1), None, 0.0
 
     def write(self, function, *args) -> None:
         before = self.last
@@ -790,9 +742,11 @@ class Behind:
 
     def landed(self):
         """Waits until everything is written; what the last write returned. Raises the first failure, once."""
-        last, self.last = self.last, None
-        return last.result() if last else None
-
+        last, self.last, began = self.last, None, time.monotonic()
+        try:
+            return last.result() if last else None
+        finally:
+            self.waited_s += time.monotonic() - began
 
 class Learner:
     """Decides, computes, folds and publishes; everything it knows can be rebuilt from the bucket.
@@ -805,14 +759,13 @@ class Learner:
         self.bucket, self.run, self.args, self.policy, self.task = bucket, run, args, policy, task
         self.id, self.log, self.pool = os.urandom(4).hex(), Log(bucket, run), ThreadPoolExecutor(8)
         self.behind, self.keeper = Behind(), Behind()  # entries, parts, adapters in order; checkpoints and cleaning
-        self.groups: dict[str, Group] = {}     # valid, not yet named by an entry
-        self.refused: dict[str, str] = {}      # key: reason; the next entry records them as dropped
-        self.consumed: dict[str, int] = {}     # key: step of the entry that names it, until it is deleted
-        self.metrics: dict = {}                # of the last step applied; the next entry carries them
+        self.groups: dict[str, Group | str] = {}  # not yet named by an entry, or why the next one will drop it
+        self.consumed: dict[str, int] = {}        # key: step of the entry that names it, if recent
+        self.metrics: dict = {}                   # of the last step applied; the next entry carries them
         self.mean_step_s = 0.0
         self.clock = dict.fromkeys(("wait_s", "fwd_bwd_s", "apply_s", "sync_s"), 0.0)
         self.unmoved = self.queue_groups = self.place = self.decided = 0
-        self.look_sent, self.has_swept, self.canary_base, self.mismatch = None, False, None, None
+        self.canary_base = self.mismatch = None
         self.member = proxy.Member(bucket, "learner", run_id=run["run_id"], id=self.id)
         self.member.update(steps=args.steps, behind=2)
         self.learners, self.actors = proxy.LiveMembers(bucket, "learner"), proxy.LiveMembers(bucket, "actor")
@@ -821,20 +774,28 @@ class Learner:
     # ---- start and recovery
 
     def start(self) -> None:
-        """Loads the newest trusted checkpoint and learns which groups the log has already named."""
         if not self.bucket.probe():
             self.refuse_company()
         self.member.start()
-        self.at_start = newest = self.log.refresh()
+        self.at_start = self.catch_up()
+
+    def catch_up(self) -> int:
+        """Loads the newest trusted checkpoint and learns which groups there are and which the log has already named,
+        whatever was known or on its way before. Returns the newest step decided."""
+        with contextlib.suppress(Diverged, Lost):
+            self.behind.landed()
+        self.decided, newest = 0, self.log.refresh()
         young = policy_version(newest, self.run) - self.run["max_staleness"]
         oldest = max(0, min([young, *map(number_in, self.bucket.list("groups/"))]) * self.run["sync_steps"])
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
-        self.consumed = self.log.named(oldest + 1, newest)
-        self.load_checkpoint(newest)
+        self.groups, self.consumed = {}, self.log.named(oldest + 1, newest)
+        self.load_checkpoint()
         self.member.update(behind=newest - self.state.step)
+        self.look_sent = self.pool.submit(self.look_once, "")
         self.look()  # at all groups that lie there, while all that they can be named by is known
         if newest:
             say("resumed", checkpoint=self.state.step, decided=newest, digest=self.digest[:12])
+        return newest
 
     def refuse_company(self) -> None:
         """Without conditional writes two learners could decide one step twice: watch whether another one is alive."""
@@ -848,20 +809,19 @@ class Learner:
                                   f"{moved[0]} is alive; stop it, or use a store that honours If-None-Match")
         warn(f"{self.bucket.address} does not honour create-if-absent: this must stay the only learner")
 
-    def load_checkpoint(self, below: int) -> None:
-        """Loads the newest checkpoint under step `below` (or 0) whose digest the entry after it confirms; says so when
-        it passes one over. One that no entry confirms yet is no loss: an older one and the log give the same state."""
-        for step in reversed([s for s in manifests(self.bucket, "checkpoints/") if s < below or s == 0]):
+    def load_checkpoint(self) -> None:
+        """Loads the newest checkpoint (or 0) whose digest the entry after it confirms; says so when it passes one over.
+        One that no entry confirms yet is no loss: an older one and the log give the same state."""
+        for step in reversed([s for s in manifests(self.bucket, "checkpoints/") if s < self.log.newest or s == 0]):
             try:
                 manifest = json.loads(self.bucket.get(f"checkpoints/{step:06d}/manifest.json"))
                 if step < self.log.newest and self.log.read(step + 1)["digest_before"] != manifest["digest"]:
                     raise Corrupt("its digest is not the one that the next entry was written on")
                 data = self.bucket.get(manifest["folder"] + "/state.safetensors")
-                if (len(data), hashlib.sha256(data).hexdigest()) != (manifest["size"], manifest["sha256"]):
-                    raise Corrupt("size or sha256 differs from its manifest")
-                state = State.of(step, unpack_object("state", data, self.run["run_id"])[0])
-                if digest(state.tensors()) != manifest["digest"]:
+                tensors, header = unpack_object("state", data, self.run["run_id"])
+                if header["sha256"] != manifest["digest"]:  # the digest of a state is that of its tensors
                     raise Corrupt("its tensors do not have the digest in its manifest")
+                state = State.of(step, tensors)
             except (NotFound, Corrupt, KeyError, ValueError) as error:
                 warn(f"checkpoint {step} is passed over: {error}")
                 continue
@@ -871,47 +831,28 @@ class Learner:
         raise BucketError(f"no checkpoint in {self.bucket.address} can be trusted; refusing to start again from the base "
                           "(take an empty bucket if that is what you want)")
 
-    def recover(self, problem: Diverged, attempt: int) -> None:
-        """Folds again from a checkpoint, each time from an older one."""
-        warn(f"DIVERGED: {problem}; folding again from a checkpoint")
-        if attempt > 3:
-            raise BucketError(f"{problem}; folding again did not help")
-        self.decided = 0
-        with contextlib.suppress(Diverged, Lost):
-            self.behind.landed()  # what failed with the state that is given up
-        self.load_checkpoint(self.state.step - (attempt - 1) * self.run["checkpoint_steps"])
-
     # ---- groups and entries
 
     def look(self, is_patient: bool = True) -> None:
         """Takes in what a look at the bucket found, if it is back or `is_patient`, and sends the next one out."""
-        self.look_sent = self.look_sent or self.pool.submit(self.look_once)
         if not is_patient and not self.look_sent.done():
             return
         for key, group in self.look_sent.result():
-            if key in self.consumed:
-                continue
-            if isinstance(group, Group):
+            if group and key not in self.consumed:
                 self.groups[key] = group
-            elif group:
-                self.refused[key] = group
-                self.member.update(set_aside=list(self.refused))
-                warn(f"{key} is set aside: {group}")
-        if self.place:  # whoever cleans remembers what it deletes; the others only what a look could still list
-            oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
-            self.consumed = {k: t for k, t in self.consumed.items() if number_in(k) >= oldest}
-        self.look_sent = self.pool.submit(self.look_once)
+                if isinstance(group, str):
+                    warn(f"{key} is set aside: {group}")
+        self.member.update(set_aside=[k for k, g in self.groups.items() if isinstance(g, str)])
+        # The next look is at those young enough to train on: its cost does not grow with the run.
+        oldest = policy_version(self.state.step, self.run) - self.run["max_staleness"]
+        self.look_sent = self.pool.submit(self.look_once, f"groups/{max(0, oldest):06d}")
 
-    def look_once(self) -> list[tuple[str, Group | str]]:
-        """Thread: the newest entry, the learners alive, and the groups not seen before: all of them the first time,
-        then those young enough to train on. Listing starts there, so its cost does not grow with the run."""
-        version = policy_version(self.state.step, self.run)
-        start = f"groups/{max(0, version - self.run['max_staleness']):06d}" if self.has_swept else ""
-        self.has_swept = True
+    def look_once(self, start: str) -> list[tuple[str, Group | str]]:
+        """Thread: the newest entry, the learners alive, and the groups not seen before, from key `start` on."""
         self.log.refresh()
         self.company = self.find_company()
-        new = [k for k in self.bucket.list("groups/", start_after=start)
-               if k not in self.groups and k not in self.refused and k not in self.consumed]
+        listed = self.bucket.list("groups/", start_after=start)
+        new = [k for k in listed if k not in self.groups and k not in self.consumed]
         return list(zip(new, self.pool.map(self.try_group, new)))
 
     def find_company(self) -> list[str]:
@@ -923,23 +864,19 @@ class Learner:
         return sorted(i for i, s in pace_s.items() if s <= limit)
 
     def try_group(self, key: str) -> Group | str:
-        """The group, or why it cannot be trained on (after a second read: a transfer may have failed); "" if gone."""
-        problem = ""
-        for _ in range(2):
-            try:
-                return read_group(self.bucket.get(key), key, self.run)
-            except NotFound:
-                return ""
-            except Corrupt as error:
-                problem = f"invalid: {error}"
-        return problem
+        """The group, or why it cannot be trained on; "" if it is gone."""
+        try:
+            return read_twice(self.bucket, key, lambda data: read_group(data, key, self.run))
+        except NotFound:
+            return ""
 
     def decide(self, step: int) -> dict | None:
-        """The entry of a step if there are groups enough, else None. If another learner's came first, that counts."""
+        """The entry of a step if there are groups enough, else None. `gather` sees whether it came first."""
         run, version = self.run, policy_version(step - 1, self.run)
-        stale = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
-                 if version - number_in(k) > run["max_staleness"]}
-        usable = sorted(self.groups.keys() - stale.keys())  # the key starts with the version: oldest first
+        dropped = {k: f"stale: version {number_in(k)}, learner at {version}" for k in self.groups
+                   if version - number_in(k) > run["max_staleness"]}
+        dropped |= {k: reason for k, reason in self.groups.items() if isinstance(reason, str)}
+        usable = sorted(self.groups.keys() - dropped.keys())  # the key starts with the version: oldest first
         self.queue_groups = len(usable)
         if len(usable) < run["groups_per_step"]:
             return None
@@ -953,16 +890,11 @@ class Learner:
                    "trained_tokens": sum(trained), "rollouts": len(trained)}
         entry = {"format": "async-grpo-step", "version": 1, "run_id": run["run_id"], "step": step,
                  "steps": self.args.steps, "chunks": [[g.key for g in chosen[a:b]] for a, b in zip(cuts, cuts[1:])],
-                 "dropped": self.refused | stale, "update": update, "policy_version": policy_version(step, run),
+                 "dropped": dropped, "update": update, "policy_version": policy_version(step, run),
                  "publish": step % run["sync_steps"] == 0, "digest_before": self.digest, "previous": self.metrics,
                  "groups_equal": sum(g.is_equal for g in chosen), "written_by": self.id, "unix_s": time.time()}
         self.decided = step
         self.behind.write(self.put_entry, entry)
-        try:
-            if len(self.company) > 1:
-                self.landed()
-        except Lost:
-            return self.log.read(step)
         return entry
 
     def put_entry(self, entry: dict) -> None:
@@ -974,14 +906,6 @@ class Learner:
         crash_point("after-entry", step)
         self.log.entries[step], self.log.newest = entry, max(self.log.newest, step)
 
-    def landed(self):
-        """Waits for the writes behind; the time counts as synchronisation."""
-        began = time.monotonic()
-        try:
-            return self.behind.landed()
-        finally:
-            self.clock["sync_s"] += time.monotonic() - began
-
     def next_entry(self, step: int) -> dict:
         """The entry of a step: read, or decided here as soon as there are groups. Says who is missing while it waits."""
         wait = Wait(self.args.wait_s)
@@ -989,13 +913,14 @@ class Learner:
         while not (entry := self.log.read(step) if step <= self.log.newest else self.decide(step)):
             living, missing = self.actors.poll(1.0), self.actors.missing()
             gone = ", ".join(f"{i} not heard of for {s:.0f} s" for i, s in missing.items()) or "none has been seen"
-            wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; " + (
-                f"{len(living)} actors alive" if living else
-                f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}"), self.args.poll_s)
+            actors = (f"{len(living)} actors alive" if living else
+                      f"no actor alive ({gone}); start one: --role actor --bucket {self.bucket.address}")
+            wait.tick(f"groups: {self.queue_groups} of {self.run['groups_per_step']} for step {step}; {actors}",
+                      poll_s(self.bucket))
             if self.place and time.monotonic() - wait.start > 2:  # the learner that publishes for all may have died
                 self.publish()
             if self.place or (self.behind.last and self.behind.last.done()):
-                self.landed()  # a write that failed may be why no groups come
+                self.behind.landed()  # a write that failed may be why no groups come
             self.look()
         if entry["digest_before"] != self.digest:
             raise Diverged(f"entry {step} was written on state {entry['digest_before'][:12]}, this learner has {self.digest[:12]}")
@@ -1013,7 +938,7 @@ class Learner:
         n, company, began = len(entry["chunks"]), self.company, time.monotonic()
         self.is_alone = company == [self.id] and entry["step"] == self.decided  # then nobody else can have written a part
         if not self.is_alone:
-            self.landed()  # an entry decided here, before anybody's parts are taken for its parts
+            self.behind.landed()  # an entry decided here, before anybody's parts are taken for its parts
         self.place = company.index(self.id) if self.id in company else -1
         own = [c for c in range(n) if c * len(company) // n == self.place]
         order = list(dict.fromkeys(own + [(c + max(0, self.place)) % n for c in range(n)]))
@@ -1023,20 +948,20 @@ class Learner:
             if not self.is_alone:
                 self.collect(entry, have, spoilt)
             if not (missing := [c for c in order if c not in have]):
-                if self.is_alone or self.landed() is not False:
+                if self.is_alone or self.behind.landed() is not False:
                     return [have[c] for c in range(n)]
                 del have[sent]  # another's part of this chunk came first and counts
                 continue
             chunk, began = missing[0], time.monotonic()
             if chunk in own or began >= takeover_at or self.find_company() == [self.id]:
                 part = self.compute_part(entry, chunk)
-                if self.landed() is False:  # the entry if it was decided here, or the part before
+                if self.behind.landed() is False:  # the entry if it was decided here, or the part before
                     have.pop(sent, None)
                 self.behind.write(self.put_part, entry, chunk, spoilt.get(chunk, 0), part, self.is_alone)
                 have[chunk], sent = self.read_part(part, entry, chunk), chunk
                 takeover_at = 2 * time.monotonic() - began
             else:
-                wait.tick(f"parts {missing} of step {entry['step']} from {company}", min(0.1, self.args.poll_s))
+                wait.tick(f"parts {missing} of step {entry['step']} from {company}", min(0.1, poll_s(self.bucket)))
 
     def put_part(self, entry: dict, chunk: int, attempt: int, data: bytes, is_applied: bool) -> bool:
         """Writes a part, create-if-absent: False if another's counts; Diverged if this learner has gone on with its own."""
@@ -1049,21 +974,19 @@ class Learner:
 
     def collect(self, entry: dict, have: dict, spoilt: dict) -> None:
         """Reads the parts that are there. An invalid one is set aside, and its chunk's next name is 002.1, 002.2 …"""
-        found = []
-        for key in sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len):  # 002 before 002.1
+        def read(key: str) -> tuple[int, int, tuple | str | None]:
             chunk, _, attempt = Path(key).name.removesuffix(".safetensors").partition(".")
-            if int(chunk) not in have and int(attempt or 0) >= spoilt.get(int(chunk), 0):
-                found.append((key, int(chunk), int(attempt or 0)))
-        for (key, chunk, attempt), data in zip(found, self.pool.map(self.bucket.get, [key for key, _, _ in found])):
-            for is_last in (False, True):  # read twice before judging: a transfer may have failed
-                if chunk in have:
-                    break
-                try:
-                    have[chunk] = self.read_part(self.bucket.get(key) if is_last else data, entry, chunk)
-                except Corrupt as error:
-                    if is_last:
-                        warn(f"{key} is set aside: {error}")
-                        spoilt[chunk] = attempt + 1
+            chunk, attempt = int(chunk), int(attempt or 0)
+            if chunk in have or attempt < spoilt.get(chunk, 0):
+                return chunk, attempt, None
+            return chunk, attempt, read_twice(self.bucket, key, lambda data: self.read_part(data, entry, chunk))
+        keys = sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len)  # 002 before 002.1
+        for key, (chunk, attempt, part) in zip(keys, self.pool.map(read, keys)):
+            if isinstance(part, str):
+                warn(f"{key} is set aside: {part}")
+                spoilt[chunk] = attempt + 1
+            elif part:
+                have.setdefault(chunk, part)
 
     def read_part(self, data: bytes, entry: dict, chunk: int) -> tuple[dict, dict]:
         """A part's (tensors in fp32, header); Corrupt unless it belongs to this entry, state and adapter, all finite."""
@@ -1082,7 +1005,8 @@ class Learner:
         step, began, groups = entry["step"], time.monotonic(), []
         self.member.update(doing=f"chunk {chunk} of step {step}")
         for key in entry["chunks"][chunk]:
-            group = self.groups.get(key) or self.try_group(key)
+            group = self.groups.get(key)
+            group = group if isinstance(group, Group) else self.try_group(key)
             if not isinstance(group, Group):
                 raise (BucketError if group else NotFound)(
                     f"{key}, which entry {step} names, cannot be read ({group or 'gone'}), and its part is missing")
@@ -1151,45 +1075,38 @@ class Learner:
         self.canary_base = self.canary_base or top(None)
         return {"prompts": prompts, "dtype": str(self.policy.model.dtype).removeprefix("torch."), "adapter": top(0), "base": self.canary_base}
 
-    def clean(self, state: State, consumed: dict[str, int]) -> tuple[list[str], dict[str, str]]:
+    def clean(self, state: State, consumed: dict[str, int]) -> dict[str, str]:
         """Thread: deletes what no restart can need: below the checkpoint *before* the newest one that an entry confirms.
 
-        Returns the deleted groups, and those too old to be listed any more that no entry names: the next entry drops them."""
+        Returns the groups too old to be listed any more that no entry names: the next entry drops them."""
         run, version, log = self.run, policy_version(state.step, self.run), Log(self.bucket, self.run)
-
-        def is_confirmed(step):
-            try:
+        kept, late, swept = [0, 0], [], {}
+        for step in [s for s in manifests(self.bucket, "checkpoints/") if s < state.step]:
+            with contextlib.suppress(NotFound):  # another learner cleans, too
                 manifest = json.loads(self.bucket.get(f"checkpoints/{step:06d}/manifest.json"))
-                return manifest.get("digest") == log.read(step + 1)["digest_before"]
-            except NotFound:  # another learner cleans, too
-                return False
-        kept = [s for s in manifests(self.bucket, "checkpoints/") if s < state.step and is_confirmed(s)]
-        floor, oldest = kept[-2] if len(kept) > 1 else 0, version - run["max_staleness"]
-        gone = [k for k, t in consumed.items() if t <= floor]
-        late, swept = self.sweep(oldest, floor, state.step, consumed, log)
+                if manifest["digest"] == log.read(step + 1)["digest_before"]:
+                    kept.append(step)
+        floor, oldest = kept[-2], version - run["max_staleness"]
+        for key in self.bucket.list("groups/"):
+            v, step = number_in(key), consumed.get(key)
+            if step is None and v < oldest:  # not seen here, or forgotten: its entry, if there is one, is among these
+                last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
+                step = log.named(v * run["sync_steps"] + 1, min(state.step, last)).get(key)
+                if step is None:
+                    swept[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
+            if step is not None and step <= floor:
+                late.append(key)
         for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
             late += [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]
         for role, members in (("learner", self.learners), ("actor", self.actors)):
             members.poll(1.0)  # silence is counted from the last look
             late += [f"members/{role}-{i}.json" for i, silent_s in members.missing().items() if silent_s > 60]
         with ThreadPoolExecutor(8) as pool:  # of its own: a look at the bucket must not stand behind a thousand deletions
-            list(pool.map(self.bucket.delete, gone + late))
+            list(pool.map(self.bucket.delete, late))
         for v in manifests(self.bucket, "adapters/"):
             if v < version - max(10, 2 * (run["max_staleness"] + 2)):
                 self.bucket.delete_prefix(f"adapters/v{v:06d}")
-        return [k for k in gone if number_in(k) < oldest], swept  # younger: a late duplicate could still be listed
-
-    def sweep(self, oldest: int, floor: int, step: int, consumed: dict, log: Log) -> tuple[list[str], dict[str, str]]:
-        """Of the groups too old to be listed: late duplicates of those that an entry did name, and drops to record."""
-        run, late, swept = self.run, [], {}
-        for key in [k for k in self.bucket.list("groups/") if number_in(k) < oldest and k not in consumed]:
-            v = number_in(key)
-            last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
-            if named_at := log.named(v * run["sync_steps"] + 1, min(step, last)).get(key):
-                late += [key] * (named_at <= floor)
-            else:
-                swept[key] = f"stale: version {v}, found when {oldest} was the oldest that could be used"
-        return late, swept
+        return swept
 
     # ---- the loop
 
@@ -1198,55 +1115,41 @@ class Learner:
         if self.state.step == 0:
             self.publish()
             self.evaluate()
-        attempt = furthest = 0
+        recoveries = Counter()  # by the step that the state had reached
         while True:
             try:
-                if self.state.step < max(self.args.steps, self.log.newest):
+                while self.state.step < max(self.args.steps, self.log.newest):
                     self.step()
-                    attempt = attempt if self.state.step <= furthest else 0
-                    continue
                 self.publish()
-                self.landed()
+                self.behind.landed()
                 break
             except Lost:
                 pass  # the next turn reads the entry that counts
-            except Diverged as problem:
-                attempt, furthest = attempt + 1, max(furthest, self.state.step + 1)
-                self.recover(problem, attempt)
-            except NotFound:  # this learner slept, and others have cleaned: a newer checkpoint stands for what is gone
-                self.skip_ahead()
+            except (Diverged, NotFound) as problem:  # NotFound: it slept, and others have cleaned what it would read next
+                warn(f"{type(problem).__name__.upper()}: {problem}; folding again from a checkpoint")
+                recoveries[self.state.step] += 1
+                if recoveries[self.state.step] > 3:
+                    raise BucketError(f"{problem}; folding again did not help") from None
+                self.catch_up()
         self.keeper.landed()
         self.evaluate()
-
-    def skip_ahead(self) -> None:
-        """Goes on from a newer checkpoint; the error that led here is raised again where there is none."""
-        before = self.state.step
-        self.load_checkpoint(self.log.refresh())
-        if self.state.step <= before:
-            raise
-        say("skipped", checkpoint=self.state.step, from_step=before)
-        named = self.log.named(before + 1, self.state.step)
-        self.consumed |= named
-        for key in named:
-            self.groups.pop(key, None)
-            self.refused.pop(key, None)
 
     def step(self) -> None:
         """One step: entry, parts, fold, publish. Prints its line unless it only replays what was decided long ago."""
         step, run, began = self.state.step + 1, self.run, time.monotonic()
-        self.clock = dict.fromkeys(self.clock, 0.0)
+        self.clock, self.behind.waited_s = dict.fromkeys(self.clock, 0.0), 0.0
         self.member.update(doing=f"waiting for groups of step {step}")
         entry = self.next_entry(step)
-        self.clock["wait_s"] = time.monotonic() - began - self.clock["sync_s"]
+        self.clock["wait_s"] = time.monotonic() - began - self.behind.waited_s
         parts = self.gather(entry)
         began_apply, before = time.monotonic(), self.digest
         self.state, grad_norm = apply(self.state, entry["update"], [tensors for tensors, _ in parts])
         self.digest = digest(self.state.tensors())
         self.policy.lora.load(0, self.state.adapter)
-        used = [g for key in named_groups(entry) if (g := self.groups.pop(key, None))]
-        for key in named_groups(entry):
-            self.consumed[key] = step
-            self.refused.pop(key, None)
+        named = dict.fromkeys(named_groups(entry), step)
+        used = [g for key in named if isinstance(g := self.groups.pop(key, None), Group)]
+        oldest, cleaned = policy_version(step, run) - run["max_staleness"], step - 2 * run["checkpoint_steps"]
+        self.consumed = {k: t for k, t in (self.consumed | named).items() if t >= cleaned or number_in(k) >= oldest}
         self.watch_movement(before)
         began_sync = time.monotonic()
         self.clock["apply_s"] = began_sync - began_apply
@@ -1257,7 +1160,7 @@ class Learner:
         self.member.update(pace_s=self.pace_s, behind=self.log.newest - step)
         if self.place == 0:
             self.keep(step)
-        self.clock["sync_s"] += time.monotonic() - began_sync
+        self.clock["sync_s"] = self.behind.waited_s + time.monotonic() - began_sync
         step_s = time.monotonic() - began
         self.metrics = step_metrics(entry, [header["sums"] for _, header in parts], grad_norm, run) | {
             "queue_groups": self.queue_groups, **self.clock, "step_s": step_s}
@@ -1272,11 +1175,9 @@ class Learner:
         """What one learner does for all: checkpoints, the cleaning that a confirmed one allows, evaluations."""
         every = self.run["checkpoint_steps"]
         if step % every == 0:
-            deleted, swept = self.keeper.landed() or ((), {})  # the cleaning after the checkpoint before
-            for key in deleted:
-                self.consumed.pop(key, None)
-            self.refused |= {k: reason for k, reason in swept.items() if k not in self.groups and k not in self.consumed}
-            self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, f"checkpoints/{step:06d}/{self.id}", self.digest)
+            swept = self.keeper.landed() or {}  # by the cleaning after the checkpoint before
+            self.groups = {k: why for k, why in swept.items() if k not in self.consumed} | self.groups
+            self.keeper.write(write_checkpoint, self.bucket, self.run, self.state, self.id)
             self.keeper.write(crash_point, "before-cleanup", step)
         if step % every == 1 % every and step > 1:
             self.keeper.write(self.clean, self.state, dict(self.consumed))
@@ -1301,20 +1202,19 @@ class Learner:
         except ValueError as error:  # a model that only vLLM samples
             warn(f"no evaluation: {error}")
             return
-        self.policy.lora.load(0, self.state.adapter)
         self.bucket.put_new(key, json.dumps({"step": self.state.step, **scores}).encode())
         say("eval", step=self.state.step, **scores)
 
-
-def write_checkpoint(bucket, run: dict, state: State, folder: str, state_digest: str) -> None:
+def write_checkpoint(bucket, run: dict, state: State, writer: str) -> None:
     """State in the writer's own folder, then the manifest that makes it the one that counts."""
+    folder = f"checkpoints/{state.step:06d}/{writer}"
     data = pack_object("state", state.tensors(), run_id=run["run_id"], step=state.step)
     bucket.put_new(f"{folder}/state.safetensors", data)
     crash_point("during-checkpoint", state.step)
-    manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "step": state.step, "folder": folder,
-                "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "digest": state_digest, "run": run}
+    manifest = {"format": "async-grpo-checkpoint", "version": 1, "run_id": run["run_id"], "run": run,
+                "step": state.step, "folder": folder, "digest": read_header(data)["sha256"],
+                "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     bucket.put_new(f"checkpoints/{state.step:06d}/manifest.json", json.dumps(manifest, sort_keys=True).encode())
-
 
 def evaluate(policy: Policy, task: Task, adapter: dict, run: dict) -> dict:
     """Mean reward on the held-out rows, sampled at the run's temperature and greedy, by a sampler in this process."""
@@ -1329,7 +1229,6 @@ def evaluate(policy: Policy, task: Task, adapter: dict, run: dict) -> dict:
         scores[name] = sum(got) / len(got) if got else None
     return scores
 
-
 # ---------------------------------------------------------------- 6. Samplers and actors
 
 class Engine:
@@ -1342,18 +1241,12 @@ class Engine:
         self.max_model_len, self.vocab_size = run["max_prompt_tokens"] + run["max_tokens"], run["vocabulary"]
         self.dtype = str(policy.model.dtype).removeprefix("torch.")
         self.sampler = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=max_rows, max_len=self.max_model_len)
-        for name in ("cancel", "stats", "pause", "resume", "names", "unload"):
-            setattr(self, name, getattr(self.sampler, name))
-        self.encode, self.chat = (Task([], [], [], policy.tokenizer).encode,) * 2
+        self.encode = self.chat = Task([], [], [], policy.tokenizer).encode
         self.stop, self.threads, self.newest = threading.Event(), [], -1
 
-    @property
-    def is_paused(self) -> bool:
-        return self.sampler.is_paused
-
-    def submit(self, prompt_ids, n, max_tokens, temperature, name, seed, stop_ids=(), top_logprobs=0):
-        """lora.Sampler.submit; a client may ask for 20 top logprobs of a vocabulary of 16."""
-        return self.sampler.submit(prompt_ids, n, max_tokens, temperature, name, seed, stop_ids, min(top_logprobs, self.vocab_size))
+    def __getattr__(self, name: str):
+        """submit, cancel, names, unload, pause, is_paused, resume and stats are the sampler's own."""
+        return getattr(self.sampler, name)
 
     def decode(self, ids: list[int]) -> str:
         return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
@@ -1363,10 +1256,9 @@ class Engine:
 
     def start(self, follows: bool) -> None:
         """Starts generating; with `follows` (no router that loads the versions) also keeps up with the bucket."""
-        self.threads = [threading.Thread(target=self.sampler.run, args=(self.stop,), daemon=True)]
-        self.threads += [threading.Thread(target=self.follow, daemon=True)] if follows else []
-        for thread in self.threads:
-            thread.start()
+        for work in (self.sampler.run, self.follow) if follows else (self.sampler.run,):
+            self.threads.append(threading.Thread(target=work, args=(self.stop,), daemon=True))
+            self.threads[-1].start()
 
     def end(self) -> None:
         self.stop.set()
@@ -1388,10 +1280,10 @@ class Engine:
         except TimeoutError as error:  # slots are freed as requests end
             raise proxy.LoadError(503, str(error)) from None
 
-    def follow(self) -> None:
+    def follow(self, stop: threading.Event) -> None:
         """Thread: keeps the bucket's newest versions loaded, each checked by its canary before its first use."""
         refused = set()
-        while not self.stop.wait(poll_s(self.bucket)):
+        while not stop.wait(poll_s(self.bucket)):
             try:
                 version = max((v for v in manifests(self.bucket, "adapters/") if v not in refused), default=-1)
                 if version <= self.newest:
@@ -1401,7 +1293,8 @@ class Engine:
                     self.unload(old)
                 self.load(name, key)
                 canary = json.loads(self.bucket.get(f"{key}/manifest.json"))["canary"]
-                asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=20) for ids in canary["prompts"]]
+                top = min(20, self.vocab_size)
+                asked = [self.submit(ids, 1, 1, 1.0, name, 0, top_logprobs=top) for ids in canary["prompts"]]
                 is_right, reason = proxy.canary_verdict(canary, [f.result(120)[0].top_logprobs[0] for f in asked])
                 if is_right is False:
                     raise proxy.LoadError(400, reason)
@@ -1414,23 +1307,21 @@ class Engine:
                     self.unload(name)
             except Exception as error:  # this thread must outlive anything: without it the actor starves
                 warn(f"following the bucket: {type(error).__name__}: {error}; trying again")
-                self.stop.wait(1)
+                stop.wait(1)
 
     def version(self) -> int:
         """The newest policy version that passed its canary; -1 while there is none."""
         return self.newest
 
     def sample(self, prompt_ids: list[int], n: int, version: int, seed: int, timeout_s: float) -> list:
-        """n lora.Completions of a prompt. Raises Busy for what another try may mend."""
+        """n lora.Completions of a prompt. TimeoutError or lora.UnknownVersion: another try may help."""
+        run, name = self.run, f"policy-v{version}"
+        future = self.submit(prompt_ids, n, run["max_tokens"], run["temperature"], name, seed)
         try:
-            future = self.submit(prompt_ids, n, self.run["max_tokens"], self.run["temperature"], f"policy-v{version}", seed)
             return future.result(timeout_s)
-        except lora.UnknownVersion as error:
-            raise Busy(str(error)) from None
         except TimeoutError:
             self.cancel(future)
             raise
-
 
 def read_matching_adapter(files: dict[str, bytes], run: dict) -> dict:
     """An adapter's tensors; AdapterError if its rank or alpha are not the run's (B = 0 would hide it at version 0)."""
@@ -1439,11 +1330,9 @@ def read_matching_adapter(files: dict[str, bytes], run: dict) -> dict:
         raise lora.AdapterError(f"rank and alpha are {got}, this run's are {(run['lora_r'], run['lora_alpha'])}")
     return tensors
 
-
 def poll_s(bucket) -> float:
     """Seconds between two looks at a bucket: a folder costs next to nothing, a store behind a network a request."""
     return 0.05 if bucket.root else 0.5
-
 
 class HttpSampler:
     """A sampler, a proxy or a stock vLLM at a URL; `bucket` as address means a proxy that announces itself there."""
@@ -1488,22 +1377,21 @@ class HttpSampler:
         return [lora.Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], None)
                 for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
 
-
 class Actor:
     """Asks for groups, scores them, writes them. Paced so that what it starts will still be young when it is used."""
 
     def __init__(self, bucket, run: dict, args, task: Task, sampler):
         self.bucket, self.run, self.args, self.task, self.sampler = bucket, run, args, task, sampler
-        self.id, self.log, self.sequence, self.order = os.urandom(4).hex(), Log(bucket, run), itertools.count(), iter(())
-        self.random = random.Random(f"{run['seed']} {self.id}")
-        self.lock, self.failure = threading.Condition(), None
-        self.consumed: dict[str, int] = {}   # recent groups that an entry names
-        self.waiting: set[str] = set()       # groups written and not yet named
-        self.mine: set[str] = set()          # of these, the ones written here since the last look at the bucket
-        self.sha256: dict[int, str] = {}     # of the adapter of each recent version
-        self.inflight = self.elsewhere = self.written = self.left_out = 0
+        self.id, self.log, self.sequence = os.urandom(4).hex(), Log(bucket, run), itertools.count()
+        draw, n = random.Random(f"{run['seed']} {self.id}"), len(task.rows)
+        # Rows in a fresh random order per pass.
+        self.order = itertools.chain.from_iterable(draw.sample(range(n), n) for _ in itertools.count())
+        self.lock, self.done, self.failure = threading.Condition(), threading.Event(), None
+        self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
+        self.waiting = self.inflight = self.elsewhere = 0  # groups: not named yet; in flight here; at other actors
+        self.written = self.left_out = 0     # groups; rollouts
         self.too_long: set[int] = set()      # rows passed over
-        self.version, self.is_done = -1, False
+        self.version = -1
         self.member, self.members = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id), proxy.LiveMembers(bucket)
 
     def work(self) -> None:
@@ -1513,72 +1401,68 @@ class Actor:
         for _ in range(max(1, self.args.inflight // self.run["group_size"])):
             threading.Thread(target=self.worker, daemon=True).start()
         wait = Wait(self.args.wait_s)
-        while not self.is_done and not self.failure:
+        while not self.done.is_set():
             newest = self.log.newest
             self.look()
             if self.version >= 0:
                 wait = Wait(self.args.wait_s, 0.2 if self.log.newest > newest else wait.share)
-            wait.tick("a sampler that serves a version of the policy", self.args.poll_s)
-        with self.lock:
-            self.is_done = True
-            self.lock.notify_all()
+            wait.tick("a sampler that serves a version of the policy", poll_s(self.bucket))
         if self.failure:
             raise self.failure
         say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=len(self.too_long))
 
     def look(self) -> None:
         """One look at the bucket and the sampler; wakes the workers that wait for a permit."""
-        known, newest = self.log.newest, self.log.refresh()
-        oldest = policy_version(newest, self.run) - self.run["max_staleness"]
-        named = self.log.named(max(known, oldest * self.run["sync_steps"]) + 1, newest)
-        self.log.entries = {t: e for t, e in self.log.entries.items() if t == newest}
-        version, before = self.sampler.version(), set(self.mine)
+        newest = self.log.refresh()
+        oldest = max(0, policy_version(newest, self.run) - self.run["max_staleness"])
+        first = oldest * self.run["sync_steps"] + 1  # no earlier entry can name a group that is young
+        named = self.log.named(first, newest).keys()
+        self.log.entries = {t: e for t, e in self.log.entries.items() if t >= min(first, newest)}
+        version = self.sampler.version()
         if version >= 0:
             self.adapter_sha256(version)  # now: it may be pruned before a slow group ends
-        listed = set(self.bucket.list("groups/", start_after=f"groups/{max(0, oldest):06d}"))
+        listed = set(self.bucket.list("groups/", start_after=f"groups/{oldest:06d}"))  # the young ones
         others = [m for i, m in self.members.poll(0.5).items() if i != self.id]
         steps = max([self.args.steps, *(m.get("steps", 0) for m in others), *(self.log.read(t)["steps"] for t in (newest,) if t)])
         set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
-            self.consumed = {k: t for k, t in (self.consumed | named).items() if number_in(k) >= oldest}
-            self.mine = {k for k in self.mine - (before & listed) if number_in(k) >= oldest}
-            self.waiting = {k for k in listed | self.mine if k not in self.consumed and k not in set_aside and number_in(k) >= oldest}
+            self.mine = {k for k in self.mine - listed - named if number_in(k) >= oldest}
+            self.waiting = len(listed - named - set_aside)
             self.elsewhere, self.version = sum(m.get("inflight", 0) for m in others), version
-            self.is_done = self.is_done or newest >= steps
+            if newest >= steps:
+                self.done.set()
             self.lock.notify_all()
-        self.member.update(inflight=self.inflight, doing=f"{self.inflight} groups in flight, {len(self.waiting)} waiting")
+        self.member.update(inflight=self.inflight, doing=f"{self.inflight} groups in flight, {self.waiting} waiting")
 
     def may_start(self) -> bool:
         """The pacing rule: room in the queue, and the entry that will use the group comes before it is stale."""
-        ahead = len(self.waiting) + self.inflight + self.elsewhere
+        ahead = self.waiting + len(self.mine) + self.inflight + self.elsewhere
         used_at = policy_version(self.log.newest + ahead // self.run["groups_per_step"], self.run)
         return self.version >= 0 and ahead < self.args.queue_groups and used_at - self.version <= self.run["max_staleness"]
 
     def worker(self) -> None:
         while True:
             with self.lock:
-                self.lock.wait_for(lambda: self.is_done or self.may_start())
-                if self.is_done:
+                self.lock.wait_for(lambda: self.done.is_set() or self.may_start())
+                if self.done.is_set():
                     return
                 self.inflight += 1
             try:
                 self.make_group(next(self.sequence))
             except Exception as error:  # the main thread ends the process with it: a worker never dies silently
-                self.failure, self.is_done = self.failure or error, True
+                self.failure = self.failure or error
+                self.done.set()
             finally:
                 with self.lock:
                     self.inflight -= 1
                     self.lock.notify_all()
 
     def next_prompt(self) -> tuple[int, dict, list[int]]:
-        """Rows in a fresh random order per pass; those longer than --max-prompt-tokens are passed over and counted."""
+        """The next row; those longer than --max-prompt-tokens are passed over and counted."""
         rows = self.task.rows
         while len(self.too_long) < len(rows):
             with self.lock:
-                index = next(self.order, None)
-                if index is None:
-                    self.order = iter(self.random.sample(range(len(rows)), len(rows)))
-                    index = next(self.order)
+                index = next(self.order)
             ids = self.task.encode(rows[index]["prompt"])
             if len(ids) <= self.run["max_prompt_tokens"]:
                 return index, rows[index], ids
@@ -1592,14 +1476,13 @@ class Actor:
             found = self.collect(prompt_ids, number)
         except Refused as error:
             warn(f"prompt {prompt_id} is left out: the sampler refuses it ({error})")
-            with self.lock:
-                self.lock.wait_for(lambda: self.is_done, 1.0)  # a sampler that refuses everything is not asked in a hot loop
+            self.done.wait(1.0)  # a sampler that refuses everything is not asked in a hot loop
             return
         scores = self.task.score(row, [c for c, _ in found]) if found else []
         kept = [(c, v, x) for (c, v), x in zip(found, scores) if x is not None]
         self.left_out += run["group_size"] - len(kept)
         if len(kept) < 2:
-            if not self.is_done:
+            if not self.done.is_set():
                 warn(f"group {number} of prompt {prompt_id} is dropped: {len(kept)} of {run['group_size']} rollouts have a reward")
             return
         completions, versions, rewards = (list(x) for x in zip(*kept))
@@ -1611,13 +1494,12 @@ class Actor:
         if self.bucket.put_new(key, write_group(group, run)):
             with self.lock:
                 self.mine.add(key)
-                self.waiting.add(key)
                 self.written += 1
 
     def collect(self, prompt_ids: list[int], number: int) -> list[tuple]:
         """[(completion, version)]: asks once for the whole group and again for what is missing, until the deadline."""
         run, deadline, found, pause = self.run, time.monotonic() + self.args.group_deadline_s, [], 0.05
-        while len(found) < run["group_size"] and (left := deadline - time.monotonic()) > 0 and not self.is_done:
+        while len(found) < run["group_size"] and (left := deadline - time.monotonic()) > 0 and not self.done.is_set():
             seed, version = random.Random(f"{run['seed']} {self.id} {number} {len(found)}").getrandbits(31), self.version
             try:
                 new = self.sampler.sample(prompt_ids, run["group_size"] - len(found), version, seed,
@@ -1626,22 +1508,18 @@ class Actor:
                        and all(-1000 < x <= 1e-4 for x in c.logprobs)]
                 if not new:
                     raise Busy("no usable completion in the reply")
-            except (Busy, TimeoutError) as error:
+            except (Busy, TimeoutError, lora.UnknownVersion) as error:
                 if pause > 1:
                     warn(f"group {number} asks again in {pause:.0f} s: {error}")
-                with self.lock:
-                    self.lock.wait_for(lambda: self.is_done, min(left, pause * random.uniform(0.5, 1.5)))
+                self.done.wait(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(10.0, pause * 2)
                 continue
             found += new
         return found[:run["group_size"]]
 
+    @functools.lru_cache(1000)
     def adapter_sha256(self, version: int) -> str:
-        if version not in self.sha256:
-            self.sha256[version] = json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
-            self.sha256.pop(version - 1000, None)
-        return self.sha256[version]
-
+        return json.loads(self.bucket.get(f"adapters/v{version:06d}/manifest.json"))["sha256"]
 
 # ---------------------------------------------------------------- 7. The tiny base
 
@@ -1651,43 +1529,28 @@ TINY_PAD, TINY_EOS = 0, 1
 TINY_STEPS, TINY_BATCH, TINY_LR = 1000, 64, 5e-3
 WORKED_SHARE_EARLY, WORKED_SHARE_LATE, EARLY_PART = 1.0, 0.25, 0.75
 
-
 def add_pairs(held_out: bool) -> list[tuple[int, int]]:
     """Operands 10 to 49 whose units carry (so that the hasty answer is wrong), without or with only the ~15 % held out."""
     pairs = [(a, b) for a in range(10, 50) for b in range(10, 50) if a % 10 + b % 10 >= 10]
     return [(a, b) for a, b in pairs if (zlib.crc32(add_prompt(a, b).encode()) % 100 < 15) == held_out]
 
-
 def add_prompt(a: int, b: int) -> str:
     return f"{a}+{b}="
-
 
 def worked(a: int, b: int) -> str:
     """The sum of the units first, then the sum: 27+15 -> ",12,42"."""
     return f",{a % 10 + b % 10},{a + b}"
 
-
 def hasty(a: int, b: int) -> str:
     """Units and tens each added alone, the carry forgotten: 27+15 -> "32"."""
     return f"{a // 10 + b // 10}{(a + b) % 10}"
 
-
-def show_progress(step: int, steps: int, loss: float) -> None:
-    """A bar on stderr that redraws itself on a terminal, and five plain lines in a file or a pipe."""
-    bar = f"base model: [{'#' * (20 * step // steps):20}] step {step}/{steps} loss {loss:.3f}"
-    if is_terminal(sys.stderr):
-        print(f"\r{bar}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-    elif step % (steps // 5) == 0:
-        print(bar, file=sys.stderr, flush=True)
-
-
-def train_tiny_base(seed: int, progress=show_progress):
+def train_tiny_base(seed: int):
     """A Llama of 132k parameters taught two habits by supervised steps: the model, in eval mode.
 
     First it only works sums out; then mostly the hasty way. What is left is a model that can add and seldom bothers:
-    right in about a third of its samples. `progress(step, steps, loss)` is called every 20 steps. The same seed gives
-    the same weights on the same machine: one thread, which is also fastest at this size.
-    """
+    right in about a third of its samples. The same seed gives the same weights on the same machine: one thread, which
+    is also fastest at this size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(seed)
@@ -1715,11 +1578,10 @@ def train_tiny_base(seed: int, progress=show_progress):
             group["lr"] = TINY_LR * min((step + 1) / 20, 1 - 0.98 * max(step - 20, 0) / (TINY_STEPS - 20))
         optimizer.step()
         optimizer.zero_grad()
-        if progress and (step + 1) % 20 == 0:
-            progress(step + 1, TINY_STEPS, loss.item())
+        if (step + 1) % (TINY_STEPS // 5) == 0:
+            tell(f"base model: step {step + 1}/{TINY_STEPS} loss {loss.item():.3f}", sys.stderr)
     torch.set_num_threads(threads)
     return model.eval()
-
 
 def base_files(model) -> dict[str, bytes]:
     """The tiny base as a standard transformers folder: file name -> bytes. Its tokenizer is a BPE without merges: one
@@ -1743,18 +1605,36 @@ def base_files(model) -> dict[str, bytes]:
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     return {name: text.encode() for name, text in texts.items()} | {"model.safetensors": save_tensors(tensors, {"format": "pt"})}
 
-
 # ---------------------------------------------------------------- 8. Roles
 
 # What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
-RUN_DEFAULTS = {"model": "tiny", "task": "math", "steps": 200, "groups_per_step": 8, "group_size": 8, "max_tokens": 256,
-                "max_prompt_tokens": 512, "temperature": 1.0, "lora_r": 16, "lora_alpha": 32.0, "target_modules": "all-linear",
-                "lr": 1e-4, "lr_schedule": "constant", "warmup_steps": 5, "weight_decay": 0.0, "loss": "dapo",
-                "clip_low": None, "clip_high": None, "kl": 0.0, "tis": 0.0, "clip_norm": 1.0, "mask_truncated": False,
-                "max_staleness": 2, "sync_steps": 1, "checkpoint_steps": 25, "part_dtype": "float32", "seed": 0}
+RUN_FLAGS = (  # name, type or choices, default, meaning
+    ("model", str, "tiny", "folder or hub id of a causal language model"),
+    ("task", ("add", "math"), "math", "built-in reward; math: the last number is the answer column"),
+    ("steps", int, 200, "optimizer steps in all; a higher number later goes on"),
+    ("groups-per-step", int, 8, "groups that make a step"),
+    ("group-size", int, 8, "completions of a prompt, two or more"),
+    ("max-tokens", int, 256, "tokens of a completion at most"),
+    ("max-prompt-tokens", int, 512, "longer prompts are passed over"),
+    ("temperature", float, 1.0, "of sampling, and of the trained distribution"),
+    ("lora-r", int, 16, "rank"), ("lora-alpha", float, 32.0, "the adapter is scaled by alpha / r"),
+    ("target-modules", str, "all-linear", "all-linear, or last names separated by commas"),
+    ("lr", float, 1e-4, "AdamW learning rate"), ("warmup-steps", int, 5, "linear warm-up; 0: none"),
+    ("lr-schedule", ("constant", "linear"), "constant", "after the warm-up; linear ends at a tenth"),
+    ("weight-decay", float, 0.0, "of AdamW; 0: none"),
+    ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "dapo", "section 2 of this file"),
+    ("clip-low", float, None, "clip distance of the ratio below 1 (default by loss)"),
+    ("clip-high", float, None, "the same above 1"), ("tis", float, 0.0, "cap on the ratio; 0: none"),
+    ("kl", float, 0.0, "weight of the KL term to the base; 0: none"),
+    ("clip-norm", float, 1.0, "clip of the gradient's norm; 0: none"),
+    ("max-staleness", int, 2, "versions that a group may lag; 0: synchronous"),
+    ("sync-steps", int, 1, "steps per published version"), ("checkpoint-steps", int, 25, "steps between checkpoints"),
+    ("part-dtype", ("float32", "bfloat16"), "float32", "of the gradients in the bucket"),
+    ("seed", int, 0, "of base, adapter, order and sampling"),
+    ("mask-truncated", bool, False, "do not train completions cut at max-tokens"))
+RUN_DEFAULTS = {name.replace("-", "_"): default for name, _, default, _ in RUN_FLAGS}
 TINY_DEFAULTS = {"task": "add", "steps": 100, "groups_per_step": 64, "max_tokens": 7, "max_prompt_tokens": 16, "lora_r": 8,
                  "lora_alpha": 16.0, "lr": 5e-3, "lr_schedule": "linear", "warmup_steps": 20}
-
 
 def join_run(bucket, args) -> dict:
     """This bucket's run.json: created by a learner that finds none, waited for by everybody else.
@@ -1787,14 +1667,11 @@ def join_run(bucket, args) -> dict:
         raise UserError(f"--queue-groups {args.queue_groups} can never fill a step of {run['groups_per_step']} groups; raise it")
     is_tiny = run["model"] == "tiny"
     args.inflight, args.max_rows = args.inflight or (512 if is_tiny else 128), args.max_rows or (256 if is_tiny else 64)
-    args.poll_s = poll_s(bucket)
     return run
-
 
 def torch_version() -> str:
     """Without the build ("+cu128"): a run may mix GPUs and CPUs."""
     return importlib.metadata.version("torch").split("+")[0]
-
 
 def create_run(bucket, args, given: dict, rewards: list) -> None:
     """Writes everything that another machine needs, and run.json last: from then on the run exists."""
@@ -1816,7 +1693,9 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
                 text = Path(path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{path}: {error}") from None
-            check_columns(read_rows(text, path), run, args)
+            bad = next((r for r in read_rows(text, path) if "answer" not in r), None)
+            if bad and not args.reward:
+                raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
             if not bucket.put_new(f"{name}.jsonl", text.encode()) and bucket.get(f"{name}.jsonl") != text.encode():
                 raise UserError(f"{bucket.address} holds another {name}.jsonl; take an empty bucket")
     if is_tiny and not any(bucket.list("base/manifest.json")):
@@ -1838,10 +1717,9 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
             raise UserError(f"--init-adapter {args.init_adapter}: {error}") from None
     state = State(0, 0, tensors, *({n: torch.zeros_like(t) for n, t in tensors.items()} for _ in range(2)))
     # Of two set-ups at once, or one after a crash, the checkpoint that counts brings its run along: both write the same run.json.
-    write_checkpoint(bucket, run, state, f"checkpoints/000000/{run['run_id']}", digest(state.tensors()))
+    write_checkpoint(bucket, run, state, run["run_id"])
     run = json.loads(bucket.get("checkpoints/000000/manifest.json"))["run"]
     bucket.put_new("run.json", json.dumps(run, sort_keys=True, indent=1).encode() + b"\n")
-
 
 def base_of(bucket, run: dict, args) -> str:
     """Where the base lies for this process: --model here, else the bucket's base/, else the model that the run names."""
@@ -1855,7 +1733,6 @@ def base_of(bucket, run: dict, args) -> str:
     here = FileBucket(cache / hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16])
     here.publish("base", files, manifest)
     return str(here.root / "base")
-
 
 def load_policy(bucket, run: dict, args, slots: int) -> Policy:
     """The base with its LoRA slots and tokenizer; UserError where it is not the base that the run was started on."""
@@ -1884,7 +1761,6 @@ def load_policy(bucket, run: dict, args, slots: int) -> Policy:
                         f"{run['fingerprint'][:12]}; give the same model with --model")
     return policy
 
-
 def fingerprint(policy: Policy) -> str:
     """sha256 over the base's parameter names, shapes and first 16 values rounded to bf16 (so that an fp32 and a bf16
     load agree), and the tokenizer's vocabulary."""
@@ -1892,14 +1768,6 @@ def fingerprint(policy: Policy) -> str:
     for name, p in sorted(policy.model.named_parameters()):
         h.update(f"{name} {list(p.shape)} {p.detach().flatten()[:16].to(torch.bfloat16).float().tolist()}".encode())
     return h.hexdigest()
-
-
-def check_columns(rows: list[dict], run: dict, args) -> None:
-    """UserError where the built-in reward would miss its column."""
-    bad = next((r for r in rows if "answer" not in r), None)
-    if bad and not args.reward:
-        raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
-
 
 def load_task(bucket, run: dict, args, tokenizer) -> Task:
     """Rows and rewards. Without --eval-data the last tenth of the data is held out; 256 rows are evaluated at most."""
@@ -1915,9 +1783,7 @@ def load_task(bucket, run: dict, args, tokenizer) -> Task:
     if run["rewards"] and not args.reward:
         raise UserError("this run scores with " + " ".join(f"--reward FILE.py:{n}={w:g}" for n, w, _ in run["rewards"]) + "; give the same file")
     rewards = [load_reward(spec)[:3] for spec in args.reward] or [(run["task"], 1.0, add_reward if run["task"] == "add" else math_reward)]
-    check_columns(rows + eval_rows, run, args)
     return Task(rows, eval_rows[:256], rewards, tokenizer, args.reward_timeout_s)
-
 
 def try_prompts(task: Task, run: dict) -> None:
     """UserError where the tokenizer cannot write the first thousand prompts, or not in tokens of this model."""
@@ -1930,7 +1796,6 @@ def try_prompts(task: Task, run: dict) -> None:
         if max(ids, default=0) >= run["vocabulary"]:
             raise UserError(f"token {max(ids)} is not in the model's vocabulary of {run['vocabulary']}: --model {run['model']} "
                             "has the tokenizer of another model")
-
 
 def run_learner(bucket, args) -> None:
     began, run = time.monotonic(), join_run(bucket, args)
@@ -1945,7 +1810,6 @@ def run_learner(bucket, args) -> None:
         finish(learner, time.monotonic() - began)
     finally:
         learner.member.stop()
-
 
 def finish(learner: Learner, wall_s: float) -> None:
     """final/, summary.json, report.html and the summary line."""
@@ -1965,7 +1829,6 @@ def finish(learner: Learner, wall_s: float) -> None:
     write_report(bucket, run)
     say("summary", **summary)
 
-
 def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
     """(entries, metrics of each step). Entry t + 1 carries the metrics of step t: the learning curve is in the log."""
     log = Log(bucket, run)
@@ -1973,7 +1836,6 @@ def curve(bucket, run: dict, last: dict) -> tuple[list[dict], list[dict]]:
         entries = list(pool.map(log.read, range(1, max(log.refresh(), last.get("step", 0)) + 1)))
     rows = {row["step"]: row for row in [e["previous"] for e in entries] + [last] if row}
     return entries, [rows[t] for t in sorted(rows)]
-
 
 def best_and_worst(groups: list[Group]) -> dict | None:
     """The prompt with the widest rewards of a step, its best and its worst completion, cut short: for people to read."""
@@ -1984,7 +1846,6 @@ def best_and_worst(groups: list[Group]) -> dict | None:
     best, worst = (choose(range(len(text["rewards"])), key=text["rewards"].__getitem__) for choose in (max, min))
     return {"prompt": text["prompt"], **{name: {"text": text["completions"][i][:1000], "reward": text["rewards"][i]}
                                          for name, i in (("best", best), ("worst", worst))}}
-
 
 def summarize(bucket, run: dict, last: dict) -> dict:
     """Totals over the whole run from the log: every written group is trained, equal, dropped or pending."""
@@ -2006,7 +1867,6 @@ def summarize(bucket, run: dict, last: dict) -> dict:
             "groups_written": len(named) + pending, "groups_trained": used - equal, "groups_equal": equal,
             "groups_dropped": len(dropped), "groups_pending": pending}
 
-
 def write_report(bucket, run: dict, out: str | None = None) -> None:
     """report.html, docs/report.html with this run's numbers in place of its one placeholder, and metrics.jsonl: in the
     bucket, or in the folder `out` (of somebody else's run)."""
@@ -2021,14 +1881,12 @@ def write_report(bucket, run: dict, out: str | None = None) -> None:
     place.put("report.html", template.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")).encode())
     say("report", at=f"{place.address}/report.html")
 
-
 def load_engine(bucket, run: dict, args) -> Engine:
     policy = load_policy(bucket, run, args, slots=run["max_staleness"] + 4)
     try:
         return Engine(bucket, run, policy, max(args.max_rows, run["group_size"]))
     except ValueError as error:  # an architecture that only vLLM samples
         raise UserError(one_line(error)) from None
-
 
 def run_sampler(bucket, args) -> None:
     try:
@@ -2050,7 +1908,6 @@ def run_sampler(bucket, args) -> None:
         engine.end()
         member.stop()
 
-
 def run_actor(bucket, args) -> None:
     run, engine = join_run(bucket, args), None
     if args.sampler:
@@ -2067,7 +1924,6 @@ def run_actor(bucket, args) -> None:
         if engine:
             engine.end()
 
-
 def published(bucket, version: int | None) -> tuple[int, dict]:
     """(version, tensors) of an adapter in the bucket, the newest by default."""
     versions = manifests(bucket, "adapters/")
@@ -2076,13 +1932,11 @@ def published(bucket, version: int | None) -> tuple[int, dict]:
     version = versions[-1] if version is None else version
     return version, lora.read_adapter(bucket.fetch(f"adapters/v{version:06d}")[1])[0]
 
-
 def run_eval(bucket, args) -> None:
     """Held-out reward of an adapter of the bucket."""
     run = join_run(bucket, args)
     policy, (version, tensors) = load_policy(bucket, run, args, slots=1), published(bucket, args.policy_version)
     say("eval", version=version, **evaluate(policy, load_task(bucket, run, args, policy.tokenizer), tensors, run))
-
 
 def run_export(bucket, args) -> None:
     """Copies an adapter to --out as PEFT files; --merge writes base and adapter as one model instead."""
@@ -2100,10 +1954,8 @@ def run_export(bucket, args) -> None:
             (out / name).write_bytes(data)
     say("exported", version=version, merged=args.merge, to=out)
 
-
 def run_report(bucket, args) -> None:
     write_report(bucket, join_run(bucket, args), args.out)
-
 
 def run_all(args, argv: list[str]) -> int:
     """Every role as a process of its own on this machine; starts one that dies again, ends all when the learners are done."""
@@ -2145,25 +1997,8 @@ def run_all(args, argv: list[str]) -> int:
                 process.kill()
     return code
 
-
 # ---------------------------------------------------------------- 9. Arguments and main
 
-RUN_FLAGS = (  # name, type or choices, meaning
-    ("model", str, "folder or hub id of a causal language model"),
-    ("task", ("add", "math"), "built-in reward; math: the last number is the answer column"),
-    ("steps", int, "optimizer steps in all; a higher number later goes on"), ("groups-per-step", int, "groups that make a step"),
-    ("group-size", int, "completions of a prompt"), ("max-tokens", int, "tokens of a completion at most"),
-    ("max-prompt-tokens", int, "longer prompts are passed over"), ("temperature", float, "of sampling, and of the trained distribution"),
-    ("lora-r", int, "rank"), ("lora-alpha", float, "the adapter is scaled by alpha / r"),
-    ("target-modules", str, "all-linear, or last names separated by commas"), ("lr", float, "AdamW learning rate"),
-    ("lr-schedule", ("constant", "linear"), "after the warm-up; linear ends at a tenth"), ("warmup-steps", int, "linear warm-up; 0: none"),
-    ("weight-decay", float, "of AdamW; 0: none"), ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "section 2 of this file"),
-    ("clip-low", float, "clip distance of the ratio below 1 (default by loss)"), ("clip-high", float, "the same above 1"),
-    ("kl", float, "weight of the KL term to the base; 0: none"), ("tis", float, "cap on the ratio; 0: none"),
-    ("clip-norm", float, "clip of the gradient's norm; 0: none"), ("max-staleness", int, "versions that a group may lag; 0: synchronous"),
-    ("sync-steps", int, "steps per published version"), ("checkpoint-steps", int, "steps between checkpoints"),
-    ("part-dtype", ("float32", "bfloat16"), "of the gradients in the bucket"), ("seed", int, "of base, adapter, order and sampling"),
-    ("mask-truncated", bool, "do not train completions cut at max-tokens"))
 # What --help shows, so that it fits on a screen; --help-all shows every flag.
 EVERYDAY = ("role bucket sampler listen token device samplers actors out merge model data eval-data task reward steps groups-per-step "
             "group-size max-tokens max-prompt-tokens temperature lora-r lora-alpha lr loss kl max-staleness token-budget inflight recompute").split()
@@ -2183,7 +2018,6 @@ PROCESS_FLAGS = (  # name, type or choices, default, meaning
     ("recompute", bool, False, "learner: a third slower, a fifth of the memory per token"), ("trust-remote-code", bool, False, "run code that comes with the model"),
     ("samplers", int, 2, "of role all"), ("actors", int, 1, "of role all"), ("learners", int, 1, "of role all"))
 
-
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(prog="grpo_async.py", usage="grpo_async.py [--role ROLE] [--bucket ADDRESS] [flags]", allow_abbrev=False,
                        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
@@ -2191,35 +2025,32 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"async-grpo {VERSION}")
     parser.add_argument("--help-all", action="help", help="every flag; --help leaves the rare ones out")
 
-    def add(group, name, kind, default, text):
-        if isinstance(kind, tuple):
-            how, text = {"choices": kind, "metavar": "NAME"}, f"{', '.join(kind)}: {text}"
-        else:
-            how = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
-        is_shown = name in EVERYDAY or "--help-all" in argv
-        group.add_argument(f"--{name}", default=default, help=text if is_shown else argparse.SUPPRESS, **how)
-    here = parser.add_argument_group("this process")
-    run = parser.add_argument_group("the run (fixed by its first learner; everybody else reads it from the bucket)")
-    for name, kind, text in RUN_FLAGS:
-        key = name.replace("-", "_")
-        tiny = f"; tiny: {TINY_DEFAULTS[key]}" if key in TINY_DEFAULTS else ""
-        has_default = kind is not bool and RUN_DEFAULTS[key] is not None
-        add(run, name, kind, None, text + (f" (default {RUN_DEFAULTS[key]}{tiny})" if has_default else ""))
-    run.add_argument("--reward", action="append", default=[], metavar="SPEC", help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
-    for name, kind, default, text in PROCESS_FLAGS:
-        add(here, name, kind, default, text + (f" (default {default})" if default and name != "token" else ""))
+    titles = "this process", "the run (fixed by its first learner; everybody else reads it from the bucket)"
+    for title, flags in zip(titles, (PROCESS_FLAGS, RUN_FLAGS)):
+        group = parser.add_argument_group(title)
+        for name, kind, default, text in flags:
+            tiny = TINY_DEFAULTS.get(name.replace("-", "_"))
+            if default is not None and kind is not bool and name != "token":
+                text += f" (default {default}{'' if tiny is None else f'; tiny: {tiny}'})"
+            if isinstance(kind, tuple):
+                how, text = {"choices": kind, "metavar": "NAME"}, f"{', '.join(kind)}: {text}"
+            else:
+                how = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
+            is_shown = name in EVERYDAY or "--help-all" in argv
+            group.add_argument(f"--{name}", default=None if flags is RUN_FLAGS else default,
+                               help=text if is_shown else argparse.SUPPRESS, **how)
+    group.add_argument("--reward", action="append", default=[], metavar="SPEC",
+                       help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
     args = parser.parse_args(argv)
-    for name in ("steps", "groups_per_step", "group_size", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.group_size == 1:
-        raise UserError("--group-size must be at least 2: an advantage compares completions of one prompt")
+    ones = ("steps", "groups_per_step", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps")
+    for name, least in {**dict.fromkeys(ones, 1), "group_size": 2}.items():
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if args.temperature is not None and args.temperature <= 0:
         raise UserError(f"--temperature must be above 0, got {args.temperature:g}")
     if args.target_modules and args.target_modules != "all-linear":
         args.target_modules = sorted(args.target_modules.split(","))
     return args
-
 
 def end_with_parent() -> None:
     """Thread: a process started by --role all ends when that one is gone, however it went."""
@@ -2229,13 +2060,11 @@ def end_with_parent() -> None:
     if parent:
         os._exit(1)
 
-
 def leave(signum, frame) -> None:
     """The first SIGTERM or Ctrl-C ends this process in order; those that follow must not disturb that."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: None)  # subtle: with SIG_IGN Python reports a signal that arrives meanwhile
     sys.exit(1)  # its work is not done
-
 
 def main(argv: list[str]) -> int:
     """Runs one role; returns 0 done, 1 the world failed, 2 the user's mistake."""
@@ -2264,7 +2093,6 @@ def main(argv: list[str]) -> int:
             advice = "; lower --token-budget or add --recompute (learner), lower --max-rows (sampler) or --lora-r, or take --dtype bfloat16"
         tell(f"error: {one_line(error) or 'interrupted'}{advice}", sys.stderr)
         return 2 if isinstance(error, (UserError, BadKey, Denied, RuntimeError)) else 1
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

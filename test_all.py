@@ -1923,7 +1923,7 @@ def grpo_child(output, argv, env):
     sys.exit(grpo_async.main(argv))
 
 def grpo_train_base(folder):
-    open_bucket(str(folder)).publish("base", grpo_async.base_files(grpo_async.train_tiny_base(0, progress=None)), {})
+    open_bucket(str(folder)).publish("base", grpo_async.base_files(grpo_async.train_tiny_base(0)), {})
 
 class GrpoProcess:
     """A running role: its lines as they come, its exit code."""
