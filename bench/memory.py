@@ -6,8 +6,8 @@ A row of ours holds `tokens` tokens: one prompt of an eighth of them and 8 compl
 group: 8 rows [prompt + completion], so each prompt 8 times. `--alone` compares one completion in one row of `tokens` tokens for both,
 where nothing is shared. The steps are those of bench/learner_step.py; fp32.
 
-Each measurement is a process of its own: VmHWM (the largest resident set so far) after the step, and in brackets what the step added
-to the resident set of torch, model and adapter. Steps of the padded kind over --limit-gb are left out, by the estimate of twice the last.
+Each measurement is a process of its own: VmHWM, the largest resident set during the step, and in brackets what the step added to the
+resident set of torch, model and adapter. MALLOC_MMAP_THRESHOLD_=1000000 leaves out what glibc's heap keeps of freed arrays. Steps of the padded kind over --limit-gb are left out, by the estimate of twice the last.
 
 HF+PEFT        logits whole, as TRL took them until its chunked head.
 chunked        our own head in its place: at most [128, V] logits (TRL 1.16 holds tiles of at most [4096, 32768]).
