@@ -12,6 +12,8 @@ theirs      what TRL's GRPOTrainer computes: one row [prompt + completion] per c
 of peak     the share of the machine's matrix-product rate that ours reaches. Owed are 2 operations per weight and token forward and
             2 for the input's gradient (none for a frozen weight's own), for the head only where a token is trained. The rate is that of
             the model's own products, forward and input gradient, at 1,024 rows, measured between the runs.
+bare        the same share for the frozen base alone: transformers' modules on as many tokens, no adapter, and for attention
+            query + key + value, at next to no cost. What keeps these modules cannot reach more.
 
 Needs peft beside the project's requirements.
 """
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -117,6 +119,18 @@ def compare(policy, model, groups: list, budget: int) -> tuple[float, float]:
     mine, other = ours(policy, groups, budget), theirs(model, groups)
     return worst, max(((mine[k] - other[k]).abs().max() / other[k].abs().max()).item() for k in other)
 
+def no_attention(module, query, key, value, attention_mask, **kwargs):
+    return (query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)).transpose(1, 2), None
+
+def bare(model, tokens: int, trained: int) -> None:
+    """Forward and input gradient of the base, no adapter, no attention; the head on the last `trained` of the tokens."""
+    ids, before, model.config._attn_implementation = torch.arange(tokens)[None], model.config._attn_implementation, "none"
+    inputs = model.get_input_embeddings()(ids).requires_grad_()
+    hidden = lora.backbone(model)(inputs_embeds=inputs, use_cache=False).last_hidden_state[0, -trained:]
+    model.config._attn_implementation = before
+    head = lora.head(model)
+    lora.token_logprobs(hidden, head.weight, head.bias, ids[0, -trained:])[0].sum().backward()
+
 def products(weights: list, rows: int = 1024):
     """A run of the model's products with `rows` tokens, and its number of operations."""
     inputs = {n: torch.randn(rows, n) for w in weights for n in w.shape}
@@ -146,22 +160,24 @@ def main() -> None:
     logging.disable_progress_bar()
     policy = our_policy(args.model)
     model = peft_model(args.model, policy.lora.shapes)
+    AttentionInterface.register("none", no_attention)
     head = lora.head(policy.model)
     weights = [m.weight for m in policy.model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     print(f"torch {torch.__version__}, {args.threads} threads, {args.groups} groups of {G}, rank {RANK}, {args.runs} runs")
-    print("prompt | tokens ours / theirs | ours tok/s | HF+PEFT tok/s  ours/HF | peak GFLOP/s  of peak | logprobs  gradient")
+    print("prompt | tokens ours / theirs | ours tok/s | HF+PEFT tok/s  ours/HF | peak GFLOP/s  of peak  bare | logprobs  gradient")
     for prompt in args.prompt:
         groups = make_groups(args.groups, prompt, 32, 64)
         differences = compare(policy, model, groups, args.token_budget)
-        go, operations = products(weights)
-        contestants = lambda: ours(policy, groups, args.token_budget), lambda: theirs(model, groups), go
-        times = list(zip(*([seconds(go) for go in contestants] for _ in range(args.runs))))
-        mine, other, peak = map(statistics.median, times)
         trained = sum(len(ids) for g in groups for ids in g.completion_ids)
         tokens = sum(len(g.prompt_ids) + sum(len(ids) - 1 for ids in g.completion_ids) for g in groups)
-        owed = 4 * tokens * sum(w.numel() for w in weights) + 4 * trained * head.weight.numel()
+        go, operations = products(weights)
+        contestants = (lambda: ours(policy, groups, args.token_budget), lambda: theirs(model, groups),
+                       lambda: bare(policy.model, tokens, trained), go)
+        times = list(zip(*([seconds(go) for go in contestants] for _ in range(args.runs + 1))))
+        mine, other, base_alone, peak = (statistics.median(seen[1:]) for seen in times)
+        owed = (4 * tokens * sum(w.numel() for w in weights) + 4 * trained * head.weight.numel()) / (operations / peak)
         print(f"{prompt:6} | {tokens:11} / {padded(groups)['input_ids'].numel():6} | {trained / mine:10.0f} | {trained / other:13.0f}  "
-              f"{other / mine:7.2f} | {operations / peak / 1e9:12.0f}  {owed / mine / (operations / peak):7.2f} | "
+              f"{other / mine:7.2f} | {operations / peak / 1e9:12.0f}  {owed / mine:7.2f}  {owed / base_alone:4.2f} | "
               f"{differences[0]:8.1e}  {differences[1]:8.1e}", flush=True)
 
 if __name__ == "__main__":

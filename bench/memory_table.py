@@ -7,7 +7,7 @@ The model is built on torch's meta device: real modules, shapes and dtypes, no m
 its tensors. Activations are what autograd really saves in one forward of 1,024 tokens through the learner's own LoRA
 layers (`saved_tensors_hooks`: each storage once, parameters not), with an attention that saves what flex attention
 saves: q, k, v, output and one number a row and head. With --recompute a layer keeps its input, and one layer at a time
-all the rest. Logits are counted for the 512 targets that are computed at once.
+all the rest. Logits are counted for the targets that `lora.token_logprobs` computes at once.
 
 In the learner's GPU: base, two slots of the adapter, one gradient, activations of --token-budget tokens, logits. The
 adapter's own state, its two AdamW moments and the summed gradient are in the CPU's memory, in fp32. In a sampler's: base, max_staleness + 4
@@ -16,6 +16,7 @@ slots, keys and values.
 Does not count: CUDA's context (about 0.5 GiB), the allocator's slack (3 GiB are left free for both), compiled kernels.
 """
 import contextlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -27,7 +28,8 @@ import lora
 
 GIB = 2 ** 30
 RANKS = (1, 4, 8, 16, 32, 64)
-TOKENS, TARGETS_AT_ONCE, SLACK_GIB, MAX_STALENESS = 1024, 512, 3, 2
+TOKENS, SLACK_GIB, MAX_STALENESS = 1024, 3, 2
+TARGETS_AT_ONCE = inspect.signature(lora.token_logprobs).parameters["chunk_tokens"].default
 CARDS = {"RTX 4090": 24, "L40S": 48, "A100 40 GB": 40, "A100/H100 80 GB": 80, "H200": 141}  # as sold: 10^9 bytes, nearly GiB
 LLAMA_3_8B = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                   num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=False,

@@ -7,7 +7,8 @@ All do the same work: `rows` completions of `--tokens` tokens, in groups of 8 th
 and vLLM serve three versions of the adapter at once, PEFT one. "Products" is the time of the base's matrix products alone,
 in the memory layout that ours uses: each prompt once, then a token for every row. So no sampler can be faster at this batch.
 "decode" leaves the prompts out on both sides: median time of the products of one token for all rows, over that of a step;
-"as loaded" is the same with the products in the memory layout that transformers gives the weights.
+"as loaded" is the same with the products in the memory layout that transformers gives the weights; "bare" is the share
+that a token for all rows reaches with transformers' modules alone: no adapter, no attention, no draw.
 The contestants alternate; medians are printed.
 
 Needs peft beside the project's requirements.
@@ -20,12 +21,13 @@ from pathlib import Path
 import requests
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import lora
 import peers
+from learner_step import no_attention
 
 SMOLLM2 = dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
                vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192)
@@ -74,25 +76,35 @@ class Peft:
         return out.numel() - self.ids.numel()
 
 class Products:
-    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int, load=lora.load_model):
-        model = load(folder)
-        self.head = lora.head(model).weight
-        self.weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not lora.head(model)]
-        self.rows, self.groups, self.prompt_tokens, self.tokens, self.step_s = rows, len(prompts), len(prompts[0]), tokens, []
+    """The products of the prompts, then of a token for every row, again and again."""
 
-    @torch.inference_mode()
-    def products(self, rows: int, logits: int) -> float:
+    def __init__(self, folder: str, rank: int, rows: int, prompts: list, tokens: int, load=lora.load_model):
+        self.model, self.rows, self.tokens, self.step_s = load(folder), rows, tokens, []
+        self.groups, self.prompt_tokens = len(prompts), len(prompts) * len(prompts[0])
+        head = lora.head(self.model)
+        self.weights = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+
+    def forward(self, rows: int) -> torch.Tensor:
         inputs = {n: torch.randn(rows, n) for n in {w.shape[1] for w in self.weights}}
-        start = time.perf_counter()
         for weight in self.weights:
             F.linear(inputs[weight.shape[1]], weight)
-        F.linear(torch.randn(logits, self.head.shape[1]), self.head)
+        return inputs[self.model.config.hidden_size]
+
+    @torch.inference_mode()
+    def seconds(self, rows: int, logits: int) -> float:
+        start = time.perf_counter()
+        lora.head(self.model)(self.forward(rows)[:logits])
         return time.perf_counter() - start
 
     def run(self) -> int:
-        self.products(self.groups * self.prompt_tokens, self.groups)
-        self.step_s.append(statistics.median(self.products(self.rows, self.rows) for _ in range(self.tokens - 1)))
+        self.seconds(self.prompt_tokens, self.groups)
+        self.step_s.append(statistics.median(self.seconds(self.rows, self.rows) for _ in range(self.tokens - 1)))
         return self.rows * self.tokens
+
+class Bare(Products):
+    def forward(self, rows: int) -> torch.Tensor:
+        self.model.config._attn_implementation = "none"
+        return lora.backbone(self.model)(torch.ones(rows, 1, dtype=torch.long), use_cache=False).last_hidden_state[:, 0]
 
 class Vllm:
     """One request per group; the server takes what it likes of them at once."""
@@ -130,7 +142,8 @@ def compare(args, folder: str, rank: int, rows: int) -> str:
     prompts = [[(7 * g + i * i) % 1000 + 3 for i in range(args.prompt)] for g in range(rows // GROUP)]
     work = folder, rank, rows, prompts, args.tokens
     with ExitStack() as stack:
-        contestants = [Ours(*work), Peft(*work), Products(*work), Products(*work, load=as_loaded), *([Vllm(stack, *work)] if args.vllm else [])]
+        contestants = [Ours(*work), Peft(*work), Products(*work), Products(*work, load=as_loaded), Bare(*work),
+                       *([Vllm(stack, *work)] if args.vllm else [])]
         times = [[] for _ in contestants]
         for run in range(args.runs + 1):
             for contestant, seen in zip(contestants, times):
@@ -139,10 +152,11 @@ def compare(args, folder: str, rank: int, rows: int) -> str:
                 assert made == rows * args.tokens, (type(contestant).__name__, made)
                 # The first run warms up.
                 seen[:] = [*seen, time.perf_counter() - start] if run else []
-    ours, peft, products, _, *vllm = (rows * args.tokens / statistics.median(seen) for seen in times)
-    step, ours_laid, loaded = (statistics.median(contestants[i].step_s[1:]) for i in (0, 2, 3))
+    ours, peft, products, _, _, *vllm = (rows * args.tokens / statistics.median(seen) for seen in times)
+    step, ours_laid, loaded, bare = (statistics.median(contestants[i].step_s[1:]) for i in (0, 2, 3, 4))
     said = "".join(f" | {speed:11.0f} {ours / speed:6.2f}x" for speed in (peft, *vllm))
-    return f"{rank:4} {rows:5} | {ours:10.0f}{said} | {products:14.0f} {ours / products:5.2f} {ours_laid / step:7.2f} {loaded / step:10.2f}"
+    return (f"{rank:4} {rows:5} | {ours:10.0f}{said} | {products:14.0f} {ours / products:5.2f} {ours_laid / step:7.2f} {loaded / step:10.2f} "
+            f"{ours_laid / bare:5.2f}")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,8 +172,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    AttentionInterface.register("none", no_attention)
     print(f"torch {torch.__version__}, {args.threads} threads, prompt {args.prompt}, {args.tokens} new tokens, {args.runs} runs")
-    print(f"rank  rows | ours tok/s | HF+PEFT  ours/HF {'| vLLM    ours/vLLM ' if args.vllm else ''}| products tok/s share  decode  as loaded")
+    print(f"rank  rows | ours tok/s | HF+PEFT  ours/HF {'| vLLM    ours/vLLM ' if args.vllm else ''}| products tok/s share  decode  as loaded  bare")
     with tempfile.TemporaryDirectory() as temp:
         if not args.model:
             torch.manual_seed(0)
