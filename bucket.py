@@ -230,18 +230,14 @@ class FileBucket(Bucket):
             return file.read()
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[str]:
-        """Reads only folders that can hold such keys. A name before `start_after` costs 0.3 microseconds."""
+        """Reads only folders that can hold such keys. A name before `start_after` costs half a microsecond."""
         key_check(prefix + "x")
         folder, names = prefix[:prefix.rfind("/") + 1], []
         begin, after = prefix[len(folder):], start_after[len(folder):] if start_after.startswith(folder) else ""
-        with contextlib.suppress(*ABSENT):
-            # Names alone first, in half the time: a look at steps/, which holds every step's entry, mostly finds nothing new.
-            if after and not any([name > after or after.startswith(name) for name in os.listdir(self.root / folder)]):
-                return
-            with os.scandir(self.root / folder) as entries:
-                # A folder sorts by its name and slash, as its keys do. Python's order, by code points, is UTF-8's.
-                names = sorted(folder + entry.name + "/" * entry.is_dir() for entry in entries
-                               if ((name := entry.name) > after or after.startswith(name)) and name.startswith(begin))
+        with contextlib.suppress(*ABSENT), os.scandir(self.root / folder) as entries:
+            # A folder sorts by its name and slash, as its keys do. Python's order, by code points, is UTF-8's.
+            names = sorted(folder + entry.name + "/" * entry.is_dir() for entry in entries
+                           if ((name := entry.name) > after or after.startswith(name)) and name.startswith(begin))
         for name in names:
             if KEY.fullmatch(name.rstrip("/")):
                 if not name.endswith("/") and name > start_after:
