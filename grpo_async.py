@@ -848,9 +848,10 @@ class Learner:
         self.look_sent = self.pool.submit(self.look_once, f"groups/{max(0, oldest):06d}")
 
     def look_once(self, start: str) -> list[tuple[str, Group | str]]:
-        """Thread: the newest entry, the learners alive, and the groups not seen before, from key `start` on."""
-        self.log.refresh()
+        """Thread: the learners alive, the newest entry, and the groups not seen before, from key `start` on."""
         self.company = self.find_company()
+        if self.learners.poll(1.0).keys() - {self.id}:  # alone, it hears of a newcomer's entry when it writes its own
+            self.log.refresh()
         listed = self.bucket.list("groups/", start_after=start)
         new = [k for k in listed if k not in self.groups and k not in self.consumed]
         return list(zip(new, self.pool.map(self.try_group, new)))
