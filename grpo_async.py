@@ -622,10 +622,13 @@ class Log:
     """The entries of steps/, read once each."""
 
     def __init__(self, bucket, run: dict):
-        self.bucket, self.run, self.newest, self.entries = bucket, run, 0, {}
+        self.bucket, self.run, self.newest, self.entries, self.listed_at = bucket, run, 0, {}, -math.inf
 
-    def refresh(self) -> int:
-        """The newest step decided so far."""
+    def refresh(self, max_age_s: float = 0.0) -> int:
+        """The newest step decided so far; listed anew unless that was done within `max_age_s`."""
+        if time.monotonic() - self.listed_at < max_age_s:
+            return self.newest
+        self.listed_at = time.monotonic()
         for key in self.bucket.list("steps/", start_after=f"steps/{self.newest:06d}.json"):
             self.newest = max(self.newest, number_in(key))
         return self.newest
@@ -850,8 +853,8 @@ class Learner:
     def look_once(self, start: str) -> list[tuple[str, Group | str]]:
         """Thread: the learners alive, the newest entry, and the groups not seen before, from key `start` on."""
         self.company = self.find_company()
-        if self.learners.poll(1.0).keys() - {self.id}:  # alone, it hears of a newcomer's entry when it writes its own
-            self.log.refresh()
+        others = self.learners.poll(1.0).keys() - {self.id}
+        self.log.refresh(0.0 if others else 1.0)  # alone, it hears of a newcomer's entry when it writes its own, too
         listed = self.bucket.list("groups/", start_after=start)
         new = [k for k in listed if k not in self.groups and k not in self.consumed]
         return list(zip(new, self.pool.map(self.try_group, new)))

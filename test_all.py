@@ -2790,6 +2790,22 @@ def test_a_learner_that_went_ahead_alone_yields_to_what_landed_first(grpo_start,
     assert grpo_start("--role", "learner", "--bucket", grpo_bucket, *GRPO_FLAGS).done()["digest"] == learner.digest
     grpo_account(grpo_bucket, grpo_keys(grpo_bucket) + [k for k in learner.consumed if k not in grpo_keys(grpo_bucket)])
 
+def test_a_learner_that_waits_alone_hears_that_the_run_went_on(grpo_start, grpo_finished, tmp_path):
+    """As one that wakes when the others have made the last steps and left: no group will come, so none of its own
+    entries can tell it."""
+    folder, later = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket")), tmp_path / "later"
+    shutil.rmtree(folder / "groups")
+    later.mkdir()
+    for key in [f"steps/{step:06d}.json" for step in range(5, 9)]:
+        shutil.move(folder / key, later)
+    shutil.move(folder / "checkpoints/000008", tmp_path)
+    learner = grpo_start("--role", "learner", "--bucket", folder, *GRPO_FLAGS)
+    learner.until("^ready ")
+    shutil.move(tmp_path / "000008", folder / "checkpoints")
+    for path in sorted(later.iterdir()):
+        shutil.move(path, folder / "steps")
+    assert learner.done()["digest"] == grpo_finished[1]
+
 def grpo_learner(bucket, *flags):
     """A learner in this process, started; what --role learner does before its first step."""
     args = grpo_async.arguments(["--role", "learner", "--bucket", str(bucket.root), *GRPO_FLAGS, *flags])
