@@ -8,7 +8,7 @@ memory and CPU seconds of each, objects in the bucket by prefix, and how long a 
 that the policy, and with it the work of a step, is the same at the end as at the start. Prints the median over the first
 tenth of the steps, over the last tenth, and their ratio; exit 1 where one is above 1.15.
 
-steps/ may grow, as its entries are never deleted; so may its listing, in a folder (0.5 ms per 1,000 entries; a store
+steps/ may grow, as its entries are never deleted; so may its listing, in a folder (0.8 ms per 1,000 entries; a store
 starts behind the newest). The proxy remembers up to 8,192 prompt blocks, 2 MB. Wall clock needs a quiet machine; CPU
 time, shown and not judged, less so.
 """
