@@ -1708,7 +1708,9 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
     run |= {"format": "async-grpo-run", "version": 1, "run_id": os.urandom(8).hex(), "created_unix_s": time.time(),
             "fingerprint": fingerprint(policy), "stop_ids": policy.stop_ids, "rewards": rewards,
             "vocabulary": lora.head(policy.model).weight.shape[0], "torch": torch_version()}
-    try_prompts(load_task(bucket, run, args, policy.tokenizer), run)
+    try_prompts(task := load_task(bucket, run, args, policy.tokenizer), run)
+    if not task.eval_rows and args.eval_steps >= 0:
+        warn(f"data of {len(task.rows)} rows is too little to hold a tenth out: without --eval-data nothing is evaluated")
     if not policy.stop_ids:
         warn(f"{run['model']} names no token that ends a text: every completion runs to --max-tokens")
     tensors = lora.init_adapter(policy.lora.shapes, run["seed"])
@@ -1880,7 +1882,10 @@ def write_report(bucket, run: dict, out: str | None = None) -> None:
     place.put("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in steps).encode())
     data = {"run": run, "summary": summary, "steps": steps, "members": list(proxy.LiveMembers(bucket).poll().values()),
             "evals": [json.loads(bucket.get(k)) for k in bucket.list("evals/")]}
-    template = (Path(__file__).parent / "docs" / "report.html").read_text(encoding="utf-8")
+    page = Path(__file__).parent / "docs" / "report.html"
+    if not page.is_file():
+        return warn(f"{page} is missing, so there is no report.html; copy it there, then --role report --bucket {bucket.address}")
+    template = page.read_text(encoding="utf-8")
     # Subtle: "</script>" inside a completion would end the page's script; "<" is never part of JSON outside its strings.
     place.put("report.html", template.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")).encode())
     say("report", at=f"{place.address}/report.html")

@@ -2956,6 +2956,15 @@ def test_a_report_needs_no_torch_and_no_completion_can_end_its_script(grpo_start
     data, _ = json.JSONDecoder().raw_decode(html, html.index('{"run": '))
     assert [s["step"] for s in data["steps"]] == list(range(1, 9)) and data["steps"][0]["sample"] and "NaN" not in html
 
+def test_scripts_copied_without_their_page_say_so_and_write_the_metrics(grpo_finished, tmp_path):
+    for name in ("grpo_async", "lora", "bucket", "proxy"):
+        shutil.copy(Path(grpo_async.__file__).parent / f"{name}.py", tmp_path)
+    folder = Path(shutil.copytree(grpo_finished[0], tmp_path / "bucket", ignore=shutil.ignore_patterns("report.html", "metrics.jsonl")))
+    command = [sys.executable, tmp_path / "grpo_async.py", "--role", "report", "--bucket", folder]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and re.fullmatch(rf"warning: {tmp_path}/docs/report.html is missing, .*\n", run.stderr), run.stderr
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8 and not (folder / "report.html").exists()
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_learner_and_an_actor_started_in_either_order_learn(grpo_start, grpo_base, tmp_path, staleness):
     """Nothing between them but a folder. Greedy held-out accuracy rises by 0.2 at least (by 0.48 to 0.89 in 16 tries).
@@ -3240,7 +3249,7 @@ def test_a_data_file_with_empty_lines_one_prompt_and_one_too_long_trains(grpo_st
     learner = grpo_start("--role", "learner", "--bucket", tmp_path, "--task", "math", "--data", tmp_path / "data.txt",
                          *"--steps 2 --groups-per-step 2 --group-size 4 --lora-r 2".split())
     actor = grpo_start("--role", "actor", "--bucket", tmp_path)
-    assert learner.done()["steps"] == "2" and actor.end() == 0
+    assert learner.done()["steps"] == "2" and actor.end() == 0 and "data of 2 rows is too little" in learner.text
     assert int(re.search(r"prompts_too_long=(\d+)", actor.text)[1]) == 1  # a row counts once, however many workers meet it
     (tmp_path / "long").mkdir()
     shutil.copytree(grpo_base, tmp_path / "long/base")

@@ -3,7 +3,8 @@
     python bench/sampler.py --model FOLDER --rows 32 64 128 --rank 1 8        (no --model: random weights, SmolLM2-135M's shape)
     python bench/sampler.py --model FOLDER --vllm                             (vLLM too; the first run makes its environment, 3.5 GB)
 
-All do the same work: `rows` completions of `--tokens` tokens, in groups of 8 that share a prompt of `--prompt` tokens. Ours
+All do the same work: `rows` completions of `--tokens` tokens, in groups of 8 that share a prompt of `--prompt` tokens, a new
+one in every run, so that no cache of prompts has it. Ours
 and vLLM serve three versions of the adapter at once, PEFT one. "Products" is the time of the base's matrix products alone,
 in the memory layout that ours uses: each prompt once, then a token for every row. So no sampler can be faster at this batch.
 "decode" leaves the prompts out on both sides: median time of the products of one token for all rows, over that of a step;
@@ -48,8 +49,8 @@ class Ours:
         for version in range(VERSIONS):
             self.sampler.load(f"policy-v{version}", adapter(layers.shapes, version))
 
-    def run(self) -> int:
-        futures = [self.sampler.submit(prompt, GROUP, self.tokens, 1.0, f"policy-v{i % VERSIONS}", seed=i)
+    def run(self, first: int) -> int:
+        futures = [self.sampler.submit([first, *prompt[1:]], GROUP, self.tokens, 1.0, f"policy-v{i % VERSIONS}", seed=i)
                    for i, prompt in enumerate(self.prompts)]
         more, times = True, []
         while more:
@@ -70,7 +71,8 @@ class Peft:
         self.ids, self.tokens = torch.tensor([p for p in prompts for _ in range(GROUP)]), tokens
 
     @torch.inference_mode()
-    def run(self) -> int:
+    def run(self, first: int) -> int:
+        self.ids[:, 0] = first
         out = self.model.generate(input_ids=self.ids, attention_mask=torch.ones_like(self.ids), do_sample=True, top_k=0,
                                   max_new_tokens=self.tokens, min_new_tokens=self.tokens, pad_token_id=0)
         return out.numel() - self.ids.numel()
@@ -96,7 +98,7 @@ class Products:
         lora.head(self.model)(self.forward(rows)[:logits])
         return time.perf_counter() - start
 
-    def run(self) -> int:
+    def run(self, first: int) -> int:
         self.seconds(self.prompt_tokens, self.groups)
         self.step_s.append(statistics.median(self.seconds(self.rows, self.rows) for _ in range(self.tokens - 1)))
         return self.rows * self.tokens
@@ -129,9 +131,10 @@ class Vllm:
         reply.raise_for_status()
         return reply.text
 
-    def run(self) -> int:
+    def run(self, first: int) -> int:
         def group(i: int) -> int:
-            reply = json.loads(self.ask("completions", model=f"policy-v{i % VERSIONS}", prompt=self.prompts[i], n=GROUP, temperature=1.0,
+            prompt = [first, *self.prompts[i][1:]]
+            reply = json.loads(self.ask("completions", model=f"policy-v{i % VERSIONS}", prompt=prompt, n=GROUP, temperature=1.0,
                                         max_tokens=self.tokens, ignore_eos=True, logprobs=0, return_token_ids=True))
             return sum(len(choice["token_ids"]) for choice in reply["choices"])
         with ThreadPoolExecutor(len(self.prompts)) as pool:
@@ -148,7 +151,7 @@ def compare(args, folder: str, rank: int, rows: int) -> str:
         for run in range(args.runs + 1):
             for contestant, seen in zip(contestants, times):
                 start = time.perf_counter()
-                made = contestant.run()
+                made = contestant.run(2000 + run)
                 assert made == rows * args.tokens, (type(contestant).__name__, made)
                 # The first run warms up.
                 seen[:] = [*seen, time.perf_counter() - start] if run else []
