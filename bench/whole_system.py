@@ -14,6 +14,7 @@ recomputation, fp32. Runs alternate, and vLLM is stopped (SIGSTOP) while ours ru
                the end of the last. Groups with equal rewards count on both sides, though ours need no forward.
     seconds    from the end of step 1 until the mean reward of five steps in a row reaches --target; inf if it never does, and
                their whole time then is what ours is compared with: a lower bound of the ratio
+    whole      from the end of step 1 to the end of the last
     cold       from the command to the end of step 1: imports, servers, the first rollouts
 
 Does not: measure on a GPU, where TRL's attention kernel and vLLM are at home.
