@@ -505,6 +505,8 @@ def metrics_text(rows: list[tuple[str, dict, object]]) -> Reply:
 def status_page(rows: list[tuple[str, dict, object]]) -> Reply:
     """docs/status.html with the rows inside; it asks for itself again and again."""
     template = Path(__file__).with_name("docs") / "status.html"
+    if not template.is_file():
+        raise ApiError(404, f"{template} is missing: copy it there; /metrics has the same numbers")
     # Subtle: a "</script>" in what a replica says would end the page's script; in JSON "<" is found in strings only.
     text = template.read_text(encoding="utf-8").replace("/*ROWS*/[]", json.dumps(rows).replace("<", "\\u003c"))
     return Reply(text.encode(), content_type="text/html; charset=utf-8")

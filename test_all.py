@@ -4313,6 +4313,13 @@ def test_the_router_page_shows_replicas_and_escapes_what_they_say(proxy_peers):
         page = requests.get(url, timeout=5)
         assert peer.url in page.text and "script>alert" not in page.text.replace("\\u003cscript>alert", "") and page.headers["Content-Type"].startswith("text/html")
 
+def test_a_proxy_copied_without_its_page_says_which_file_is_missing(proxy_peers, tmp_path, monkeypatch):
+    monkeypatch.setattr(proxy, "__file__", str(tmp_path / "proxy.py"))
+    with proxy_router(None, [proxy_peers[0].url]) as url:
+        page = requests.get(url, timeout=5)
+        assert page.status_code == 404 and f"{tmp_path}/docs/status.html is missing" in page.json()["error"]["message"]
+        assert requests.get(url + "/metrics", timeout=5).ok
+
 def proxy_command(*args, **more):
     return subprocess.Popen([sys.executable, proxy.__file__, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
