@@ -47,8 +47,6 @@ from types import SimpleNamespace
 
 import boto3
 import botocore.exceptions
-import hypothesis
-import hypothesis.strategies as st
 import openai
 import pytest
 import requests
@@ -663,7 +661,7 @@ def test_writing_goes_on_while_emptied_folders_vanish(tmp_path):
     store = bucket.open_bucket(tmp_path)
 
     def churn(writer):
-        for i in range(100):
+        for _ in range(100):
             assert store.put_new(f"parts/000001/{writer}", b"x")
             store.delete(f"parts/000001/{writer}")
 
@@ -4703,7 +4701,6 @@ def test_a_model_is_found_where_hf_home_says(grpo_start, people_models, tmp_path
     shutil.copytree(people_models / "whole", at / "snapshots/abc")
     (at / "refs").mkdir()
     (at / "refs/main").write_text("abc")
-    code = "import sys, grpo_async; sys.exit(grpo_async.main(sys.argv[1:]))"
     flags = ["--role", "learner", "--bucket", tmp_path / "b", "--model", "org/tiny", "--data", people_data(tmp_path), *"--max-tokens 7 --max-prompt-tokens 16 --eval-steps -1".split()]
     learner = grpo_start(*flags, by_command=True, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
     learner.until("^ready role=learner")
