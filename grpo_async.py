@@ -303,7 +303,9 @@ def surrogate(ratio, advantage, low: float, high: float):
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 def k3(learner_logprobs, reference_logprobs, mask):
-    """Estimate of KL(learner || reference) per token [C, T]: exp(d) - d - 1 with d = reference - learner [5]."""
+    """Estimate of KL(learner || reference) per token [C, T]: exp(d) - d - 1 with d = reference - learner [5].
+
+    Subtle: over the learner's own samples its mean gradient is that of KL(reference || learner), as in GRPO [1]."""
     d = log_ratio(reference_logprobs, learner_logprobs, mask)
     return d.exp() - d - 1
 
@@ -1628,7 +1630,7 @@ RUN_FLAGS = (  # name, type or choices, default, meaning
     ("weight-decay", float, 0.0, "of AdamW; 0: none"),
     ("loss", ("dapo", "grpo", "dr_grpo", "gspo"), "dapo", "section 2 of this file"),
     ("clip-low", float, None, "clip distance of the ratio below 1 (default by loss)"),
-    ("clip-high", float, None, "the same above 1"), ("tis", float, 0.0, "cap on the ratio; 0: none"),
+    ("clip-high", float, None, "the same above 1"), ("tis", float, 0.0, "cap on the ratio, beyond it no gradient; 0: none"),
     ("kl", float, 0.0, "weight of the KL term to the base; 0: none"),
     ("clip-norm", float, 1.0, "clip of the gradient's norm; 0: none"),
     ("max-staleness", int, 2, "versions that a group may lag; 0: synchronous"),

@@ -54,7 +54,9 @@ PREFILL_TOKENS = 4096          # of prompts forwarded together, padding included
 READERS = 8                    # rows that read one copy of a prompt
 DRAW_BLOCK = 256               # a draw finds first a block of so many tokens, then the token in it
 UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora",
-               "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens")
+               "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens", "use_bdlora",
+               "kasa_config", "monteclora_config", "arrow_config")
+KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")   # init_lora_weights: the others change W, too
 
 class AdapterError(ValueError):
     """An adapter that cannot be applied as it is: names the tensor or field, what it is, what was expected."""
@@ -109,10 +111,13 @@ class TokenLogprobs(torch.autograd.Function):
             probs = logits.exp()
             total = probs.sum(-1, keepdim=True)
             probs /= total
-            logprobs[part] = (logits.gather(-1, targets[part, None]) - total.log())[:, 0]
+            chosen = targets[part, None]
+            logprobs[part] = (logits.gather(-1, chosen) - total.log())[:, 0]
             entropy[part] = total[:, 0].log() - torch.linalg.vecdot(probs, logits)
             if ctx.needs_input_grad[0]:
-                slopes[part] = (weight[targets[part]] - probs.to(weight.dtype) @ weight) / temperature
+                # In fp32: rounded to bf16 first, a confident token's probability would be 1 and its gradient 0.
+                probs.scatter_(-1, chosen, probs.gather(-1, chosen) - 1)
+                slopes[part] = probs.to(weight.dtype) @ weight / -temperature
         ctx.save_for_backward(slopes)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -127,7 +132,7 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """Logprobs [N] of `targets` [N] under softmax(head(hidden [N, d]) / temperature), and entropies [N]; both fp32.
 
     The head, weight [V, d], is frozen, so the forward keeps all that the backward needs, [N, d],
-    d logprob / d hidden = (weight[target] − softmax @ weight) / temperature, and at most [chunk_tokens, V] logits live.
+    d logprob / d hidden = (onehot − softmax) @ weight / temperature, and at most [chunk_tokens, V] logits live.
     The entropies carry no gradient."""
     return TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk_tokens)
 
@@ -335,6 +340,9 @@ def read_adapter(files: dict[str, bytes]) -> tuple[dict[str, torch.Tensor], dict
     for name, plain in (("peft_type", "LORA"), ("bias", "none"), *((name, None) for name in UNSUPPORTED)):
         if config.get(name, plain) != plain and config[name]:
             raise AdapterError(f"{name} is {config[name]!r} in the adapter's configuration: only plain LoRA is supported")
+    if (init := config.get("init_lora_weights")) not in KEEPS_BASE:
+        raise AdapterError(f"init_lora_weights is {init!r} in the adapter's configuration, which changes the base's weights, too; save it "
+                           "with PEFT's path_initial_model_for_weight_conversion")
     for name in ("r", "lora_alpha"):
         if type(config.get(name)) not in (int, float) or config[name] <= 0:
             raise AdapterError(f"{name} is {config.get(name)!r} in the adapter's configuration, expected a number above 0")

@@ -1467,6 +1467,8 @@ LORA_FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 @pytest.mark.parametrize("says, change", [
     ("use_dora", {"use_dora": True}), ("bias", {"bias": "all"}), ("modules_to_save", {"modules_to_save": ["lm_head"]}),
     ("use_rslora", {"use_rslora": True}), ("rank_pattern", {"rank_pattern": {"q_proj": 2}}), ("peft_type", {"peft_type": "IA3"}),
+    ("use_bdlora", {"use_bdlora": {"target_modules_bd_a": ["o_proj"]}}), ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}),
+    ("init_lora_weights is 'olora'", {"init_lora_weights": "olora"}),
     ("r is", {"r": None}), ("expected rank 2", {"r": 2}), ("lora_alpha", {"lora_alpha": 0})])
 def test_an_adapter_that_is_not_plain_lora_is_refused_by_name(says, change):
     layers = Lora(lora_model(), r=4, alpha=8)
@@ -1535,6 +1537,19 @@ def test_token_logprobs_equal_autograd_of_log_softmax_in_chunks_of_any_size(temp
         torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1).detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(torch.autograd.grad((logprobs * upstream).sum(), hidden)[0], gradient, rtol=1e-4, atol=1e-5)
         assert not entropy.requires_grad
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_confident_token_keeps_its_gradient_in_the_bases_dtype(dtype):
+    """What is left of 1 at a probability of 0.99 or 0.9999 must be formed before it is rounded: near 1 bf16 has steps of 0.004."""
+    torch.manual_seed(0)
+    weight, targets = torch.randn(4096, 64).to(dtype), torch.randint(4096, (64,))
+    hidden = (weight[targets] * torch.linspace(0.2, 0.32, 64)[:, None]).to(dtype).requires_grad_()
+    left = F.one_hot(targets, 4096) - F.linear(hidden, weight).double().softmax(-1).detach()
+    confident = ((rest := left.gather(-1, targets[:, None])[:, 0]) > 1e-4) & (rest < 1e-2)
+    expected = left @ weight.double()
+    lora.token_logprobs(hidden, weight, None, targets)[0].sum().backward()
+    assert confident.sum() > 10
+    assert ((hidden.grad - expected).norm(dim=-1) / expected.norm(dim=-1))[confident].max() < 0.01
 
 def test_token_logprobs_never_hold_all_logits():
     """65,536 logits per token, 256 tokens: 64 MB at once. In chunks of 8 the largest array alive is 2 MB (and hidden's 16 KB)."""
