@@ -6,8 +6,9 @@
 
 First each group's forward and backward is a timed wait: same code, same folder as bucket, a process for each learner, so
 what is measured is what sharing a step costs. Promised: at least 3.6 times one learner's speed with four, 6.5 with
-eight. Then learners come and go in a run of 30 steps: one joins, one is killed, one is five times slower. Then real compute of the tiny model, one thread a learner: two on two cores must not be slower than one. All runs
-train the same groups in the same chunks, so all must end in the same digest. Exit 1 where anything is missed.
+eight. Then learners come and go in a run of 30 steps: one joins, one is killed, one is five times slower. Then real
+compute of the tiny model, one thread a learner: two on two cores must not be slower than one. All runs train the same
+groups in the same chunks, so all must end in the same digest. Exit 1 where anything is missed.
 """
 import argparse
 import contextlib
