@@ -1248,7 +1248,7 @@ class Engine:
         self.dtype = str(policy.model.dtype).removeprefix("torch.")
         self.sampler = lora.Sampler(policy.model, policy.lora, set(policy.stop_ids), max_rows=max_rows, max_len=self.max_model_len)
         self.encode = self.chat = Task([], [], [], policy.tokenizer).encode
-        self.stop, self.threads, self.newest = threading.Event(), [], -1
+        self.stop, self.threads, self.newest, self.problem = threading.Event(), [], -1, ""
 
     def __getattr__(self, name: str):
         """submit, cancel, names, unload, pause, is_paused, resume and stats are the sampler's own."""
@@ -1344,7 +1344,9 @@ class HttpSampler:
     """A sampler, a proxy or a stock vLLM at a URL; `bucket` as address means a proxy that announces itself there."""
 
     def __init__(self, bucket, run: dict, url: str, token: str):
-        self.run, self.url, self.token = run, url.rstrip("/"), token
+        if url != "bucket" and not re.match("(?i)https?://.", url):
+            raise UserError(f"--sampler {url}: expected http://HOST:PORT, or bucket for the proxy that announces itself there")
+        self.run, self.url, self.token, self.problem = run, url.rstrip("/"), token, ""
         self.proxies, self.local = proxy.LiveMembers(bucket, "proxy"), threading.local()
 
     def call(self, method: str, path: str, timeout_s: float, body: dict | None = None) -> dict:
@@ -1368,9 +1370,11 @@ class HttpSampler:
 
     def version(self) -> int:
         """The newest policy version it serves; -1 while there is none, or nobody answers."""
+        self.problem = ""
         try:
             names = [m["id"] for m in self.call("GET", "/v1/models", 30)["data"]]
-        except (Busy, Refused, KeyError):
+        except (Busy, Refused, KeyError) as error:
+            self.problem = f" ({self.url}: {one_line(error)})"
             return -1
         return max((int(n[8:]) for n in names if re.fullmatch(r"policy-v\d+", n)), default=-1)
 
@@ -1412,7 +1416,7 @@ class Actor:
             self.look()
             if self.version >= 0:
                 wait = Wait(self.args.wait_s, 0.2 if self.log.newest > newest else wait.share)
-            wait.tick("a sampler that serves a version of the policy", poll_s(self.bucket))
+            wait.tick(f"a sampler that serves a version of the policy{self.sampler.problem}", poll_s(self.bucket))
         if self.failure:
             raise self.failure
         say("actor", groups_written=self.written, rollouts_left_out=self.left_out, prompts_too_long=len(self.too_long))
@@ -2053,12 +2057,15 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     group.add_argument("--reward", action="append", default=[], metavar="SPEC",
                        help="FILE.py:FUNCTION[=WEIGHT], TRL's signature; repeatable")
     args = parser.parse_args(argv)
-    ones = ("steps", "groups_per_step", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps")
-    for name, least in {**dict.fromkeys(ones, 1), "group_size": 2}.items():
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    if args.temperature is not None and args.temperature <= 0:
-        raise UserError(f"--temperature must be above 0, got {args.temperature:g}")
+    ones = ("steps", "groups_per_step", "max_tokens", "max_prompt_tokens", "lora_r", "sync_steps", "checkpoint_steps", "token_budget",
+            "samplers", "actors", "learners")
+    least = {**dict.fromkeys(ones, 1), "group_size": 2, "eval_steps": -1}
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not least.get(name, 0) <= value < 2 ** 63:  # NaN is not, either
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least.get(name, 0)} and below 2**63, got {value}")
+    for name in ("temperature", "lora_alpha"):
+        if getattr(args, name) == 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, got 0")
     if args.target_modules and args.target_modules != "all-linear":
         args.target_modules = sorted(args.target_modules.split(","))
     return args

@@ -3157,6 +3157,15 @@ def test_400_drops_the_prompt_and_401_stops_the_actor(grpo_start, grpo_bucket):
         actor = grpo_asking(grpo_start, grpo_bucket, url)
         assert actor.end() == 2 and "401" in actor.lines[-1] and "--token" in actor.lines[-1] and len(asked) == 1
 
+def test_a_mistyped_sampler_is_refused_and_a_silent_one_is_named(grpo_start, grpo_bucket):
+    actor = grpo_asking(grpo_start, grpo_bucket, "localhost:8000")
+    assert actor.end() == 2 and "--sampler localhost:8000: expected http://HOST:PORT" in actor.lines[-1]
+    with socket.socket() as closed:  # bound, so that nobody else takes it, and not listening
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        actor = grpo_asking(grpo_start, grpo_bucket, url, "--wait-s", 6)
+        assert actor.end() == 1 and f"for a sampler that serves a version of the policy ({url}: ConnectionError)" in actor.lines[-1]
+
 @pytest.mark.parametrize("answer", [0, 400])
 def test_a_sampler_that_never_gives_anything_is_not_asked_in_a_hot_loop(grpo_start, grpo_bucket, answer):
     """200 with no completion (a server paused in mode abort), and 400 to everything."""
@@ -4642,6 +4651,8 @@ def people_data(folder, **columns):
 
 @pytest.mark.parametrize("code, says, flags", [
     (2, "unrecognized arguments: --stepz 3; try --help", "--stepz 3"), (2, "--task: invalid choice: 'foo'", "--task foo"), (2, "--group-size must be at least 2", "--group-size 1"),
+    (2, "--max-staleness must be at least 0 .* got -1", "--max-staleness -1"), (2, "--lr must be at least 0 .* got nan", "--lr nan"),
+    (2, "--learners must be at least 1", "--learners 0"), (2, "--temperature must be above 0", "--temperature 0"),
     (2, "missing.jsonl: .*No such file", "--data {at}/missing.jsonl --task math"), (2, "want s3://bucket/prefix", "--bucket s3://"), (2, "address 'ftp://x'", "--bucket ftp://x"),
     (1, "Not a directory", "--bucket {at}/d.jsonl"), (1, "/proc/nope/probe: this folder cannot be made", "--bucket /proc/nope"),
     (2, "no_such_folder: there is no such folder", "--model {at}/no_such_folder"), (2, "cut on cpu: Error while deserializing", "--model {models}/cut"),

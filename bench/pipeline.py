@@ -54,7 +54,7 @@ class TimedSampler:
     """What an Actor asks: the newest version in the bucket, and completions after their time."""
 
     def __init__(self, bucket):
-        self.bucket, self.times = bucket, itertools.cycle(group_times())
+        self.bucket, self.times, self.problem = bucket, itertools.cycle(group_times()), ""
 
     def version(self) -> int:
         return max(grpo_async.manifests(self.bucket, "adapters/"), default=-1)
