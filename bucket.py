@@ -713,6 +713,12 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(args.every_s)
     return 0
 
+def seconds(text: str) -> float:
+    """The type of a flag that is a time."""
+    if not 0 <= (value := float(text)) < 1e9:   # NaN is not, either
+        raise ValueError
+    return value
+
 class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message}; try --help\n")
@@ -734,7 +740,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.choices["serve"].add_argument("--listen", default="127.0.0.1:9000", metavar="HOST:PORT",
                                            help="default %(default)s; port 0: a free one")
     subparser.add_argument("--once", action="store_true", help="one round, then exit")
-    subparser.add_argument("--every-s", type=float, default=1.0, help="seconds between rounds (default %(default)s)")
+    subparser.add_argument("--every-s", type=seconds, default=1.0, help="seconds between rounds (default %(default)s)")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     try:

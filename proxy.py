@@ -55,7 +55,7 @@ from http.client import responses
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from bucket import BucketError, NotFound, open_bucket
+from bucket import BucketError, NotFound, open_bucket, seconds
 
 log = logging.getLogger("proxy")
 MAX_HEAD_BYTES, MAX_BODY_BYTES, MAX_REPLY_BYTES = 32 << 10, 8 << 20, 256 << 20   # 8 MiB: a million token ids
@@ -1265,8 +1265,8 @@ def main(argv=None) -> int:
     flag("--replica-token", default="", help="bearer token sent to the replicas (default: --token)")
     flag("--adapter-dir", default="", metavar="DIR",
          help="where the --replica servers see the bucket's objects (default: the file bucket itself)")
-    flag("--pause-limit-s", type=float, default=60.0, help="seconds after which a pause ends by itself (0: never)")
-    flag("--request-limit-s", type=float, default=600.0, help="seconds a completion may take")
+    flag("--pause-limit-s", type=seconds, default=60.0, help="seconds after which a pause ends by itself (0: never)")
+    flag("--request-limit-s", type=seconds, default=600.0, help="seconds a completion may take")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:

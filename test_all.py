@@ -1161,6 +1161,12 @@ def test_an_open_server_is_refused_without_keys(tmp_path):
 
 # The command line
 
+@pytest.mark.parametrize("main, flags", [(bucket.main, "mirror b l --every-s -1"), (bucket.main, "mirror b l --every-s nan"), (proxy.main, "--bucket b --pause-limit-s -1")])
+def test_a_time_below_0_is_refused(main, flags, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(flags.split())
+    assert ended.value.code == 2 and re.search("--(every|pause-limit)-s: invalid seconds value: '(-1|nan)'", capfd.readouterr().err)
+
 def test_commands_copy_list_and_remove(bucket_served, bucket_aws, tmp_path, capfdbinary):
     address = f"{bucket_served[0]}/commands"
     (tmp_path / "in").write_bytes(b"\x00\xff" * 1000)
