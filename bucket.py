@@ -600,6 +600,10 @@ class Server(http.server.ThreadingHTTPServer):
         super().close_request(request)
         self.places.release()
 
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):   # a client that was killed is no fault of ours
+            super().handle_error(request, client_address)
+
 def serve(folder: str, listen: str) -> None:
     """Serve a folder until interrupted. With AWS_ACCESS_KEY_ID and its secret set, only what they signed passes."""
     host, _, port = listen.rpartition(":")

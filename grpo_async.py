@@ -58,6 +58,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))  # Ctrl-C while torch is imported; `main` sets its own
+
 import requests
 
 import proxy
@@ -78,6 +81,7 @@ if __name__ != "__main__" or ROLE.parse_known_args()[0].role not in ("all", "pro
 
 VERSION = "0.1.0"
 LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in fp32 and far beyond any ratio that still means something
+UNSCORED_LIMIT = 100    # a reward may pass over many prompts, not this many in a row
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 class UserError(Exception):
@@ -91,6 +95,9 @@ class Lost(Exception):
 
 class Busy(Exception):
     """A sampler cannot answer now (404 of a version just gone, 429, 5xx, transport): ask again, with back-off."""
+
+class Stopped(SystemExit):
+    """Ctrl-C or SIGTERM."""
 
 class Refused(Exception):
     """A sampler will never answer this request (400): leave the prompt out."""
@@ -202,8 +209,8 @@ class Task:
         def work():
             try:
                 box["values"] = [None if v is None else float(v) for v in function(**columns)]
-            except Exception as error:  # whatever a user's function raises is reported under its name
-                box["error"] = f"raised {type(error).__name__}: {error}"
+            except BaseException as error:  # whatever a user's function raises, exit() too, is reported under its name
+                box["error"] = f"raised {type(error).__name__}: {one_line(error)}"
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(self.timeout_s)
@@ -211,7 +218,7 @@ class Task:
             self.failures[name] = self.failures.get(name, 0) + 1
             problem = f"reward {name} {box.get('error', f'did not return within {self.timeout_s:g} s')}"
             if self.failures[name] >= 3:
-                raise UserError(f"{problem}, for the third time in a row; mend it and start the actor again")
+                raise UserError(f"{problem}, for the third time in a row; mend it and take an empty bucket: a run keeps its reward")
             warn(f"{problem}; the {n} rollouts of this group are left out")
             return None
         self.failures[name], values = 0, box["values"]
@@ -258,7 +265,7 @@ def read_rows(text: str, name: str) -> list[dict]:
         prompt = row.get("prompt") if isinstance(row, dict) else None
         is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
         if not prompt or not (is_chat or isinstance(prompt, str)):
-            raise UserError(f'{name} line {number}: expected "prompt" as text or chat messages, got {prompt!r:.80}')
+            raise UserError(f'{name} line {number}: expected "prompt" as text or chat messages, got {line if prompt is None else repr(prompt):.80}')
         rows.append(row)
     if not rows:
         raise UserError(f"{name}: no rows; expected JSON lines with a prompt column")
@@ -1400,6 +1407,7 @@ class Actor:
         self.mine: set[str] = set()          # groups written here and not yet seen by a look at the bucket
         self.waiting = self.inflight = self.elsewhere = 0  # groups: not named yet; in flight here; at other actors
         self.written = self.left_out = 0     # groups; rollouts
+        self.unscored = 0                    # groups in a row without a reward
         self.too_long: set[int] = set()      # rows passed over
         self.version = -1
         self.member, self.members = proxy.Member(bucket, "actor", run_id=run["run_id"], id=self.id), proxy.LiveMembers(bucket)
@@ -1491,6 +1499,10 @@ class Actor:
         scores = self.task.score(row, [c for c, _ in found]) if found else []
         kept = [(c, v, x) for (c, v), x in zip(found, scores) if x is not None]
         self.left_out += run["group_size"] - len(kept)
+        self.unscored = self.unscored + 1 if found and not kept else 0
+        if self.unscored >= UNSCORED_LIMIT:
+            raise UserError(f"{self.unscored} groups in a row without one finite reward: the reward functions return None, NaN or "
+                            f"infinity; mend them and take an empty bucket")
         if len(kept) < 2:
             if not self.done.is_set():
                 warn(f"group {number} of prompt {prompt_id} is dropped: {len(kept)} of {run['group_size']} rollouts have a reward")
@@ -1666,7 +1678,8 @@ def join_run(bucket, args) -> dict:
     if "model" in given and (given["model"] == "tiny") != (run["model"] == "tiny"):
         differing["model"] = given["model"], run["model"]
     if rewards and rewards != run["rewards"]:
-        differing["reward"] = rewards, run["rewards"]
+        differing["reward"] = [" ".join(f"FILE.py:{name}={weight:g} (file {sha256[:8]})" for name, weight, sha256 in each)
+                               or f"--task {run['task']}" for each in (rewards, run["rewards"])]
     if differing:
         raise UserError(f"{bucket.address} holds another run: " + "; ".join(
             f"--{k.replace('_', '-')} is {mine}, the run has {theirs}" for k, (mine, theirs) in differing.items())
@@ -1702,7 +1715,7 @@ def create_run(bucket, args, given: dict, rewards: list) -> None:
             try:
                 text = Path(path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{path}: {error}") from None
+                raise UserError(f"{path}: {getattr(error, 'strerror', error)}") from None
             bad = next((r for r in read_rows(text, path) if "answer" not in r), None)
             if bad and not args.reward:
                 raise UserError(f"--task {run['task']} needs a column named answer; got columns {sorted(bad)}")
@@ -1955,9 +1968,9 @@ def run_eval(bucket, args) -> None:
 
 def run_export(bucket, args) -> None:
     """Copies an adapter to --out as PEFT files; --merge writes base and adapter as one model instead."""
-    run, out = join_run(bucket, args), Path(args.out or "")
     if not args.out:
         raise UserError("--role export needs --out DIR")
+    run, out = join_run(bucket, args), Path(args.out)
     version, tensors = published(bucket, args.policy_version)
     out.mkdir(parents=True, exist_ok=True)
     if args.merge:
@@ -2082,11 +2095,12 @@ def leave(signum, frame) -> None:
     """The first SIGTERM or Ctrl-C ends this process in order; those that follow must not disturb that."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: None)  # subtle: with SIG_IGN Python reports a signal that arrives meanwhile
-    sys.exit(1)  # its work is not done
+    raise Stopped
 
 def main(argv: list[str]) -> int:
     """Runs one role; returns 0 done, 1 the world failed, 2 the user's mistake."""
     args = argparse.Namespace(bucket="", listen="")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if ROLE.parse_known_args(argv)[0].role == "proxy":
             return proxy.main(ROLE.parse_known_args(argv)[1])
@@ -2102,6 +2116,10 @@ def main(argv: list[str]) -> int:
         {"learner": run_learner, "actor": run_actor, "sampler": run_sampler, "eval": run_eval, "export": run_export,
          "report": run_report}[args.role](open_bucket(args.bucket), args)
         return 0
+    except Stopped:
+        if "GRPO_PARENT" not in os.environ:
+            warn(f"stopped; the same command goes on from here ({args.bucket})")
+        return 1  # its work is not done
     except (UserError, OSError, RuntimeError, KeyboardInterrupt) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise

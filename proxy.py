@@ -30,10 +30,10 @@ write to the bucket is trusted with the policy: the canary is against faults, no
 
 [1] docs.vllm.ai: OpenAI-compatible server, LoRA adapters   [2] RFC 9112: HTTP/1.1
 """
-import argparse
 import asyncio
 import base64
 import concurrent.futures
+import errno
 import hmac
 import itertools
 import json
@@ -55,7 +55,7 @@ from http.client import responses
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from bucket import BucketError, NotFound, open_bucket, seconds
+from bucket import Arguments, BucketError, NotFound, open_bucket, seconds
 
 log = logging.getLogger("proxy")
 MAX_HEAD_BYTES, MAX_BODY_BYTES, MAX_REPLY_BYTES = 32 << 10, 8 << 20, 256 << 20   # 8 MiB: a million token ids
@@ -1255,7 +1255,7 @@ def serve_router(bucket, replicas, listen: str, token: str = "", replica_token: 
     serve(lambda: Router(bucket, replicas, replica_token or token, adapter_dir, request_limit_s), listen, token, **how)
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="proxy.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Arguments(prog="proxy.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     flag = parser.add_argument
     flag("--bucket", default="", help="the run's folder, s3://bucket/prefix or URL (none: a client loads the adapters)")
     flag("--replica", action="append", default=[], metavar="URL", dest="replicas", help="a vLLM or sampler (repeatable)")
@@ -1285,7 +1285,8 @@ def main(argv=None) -> int:
         on_ready = lambda url: print(f"ready role=proxy url={url}", flush=True)  # noqa: E731
         serve_router(**{**vars(args), "bucket": bucket}, on_ready=on_ready)
     except OSError as error:
-        print(f"proxy.py: cannot serve on {args.listen}: {error}", file=sys.stderr)
+        advice = "; --listen HOST:0 takes a free port" if error.errno == errno.EADDRINUSE else ""
+        print(f"proxy.py: cannot serve on {args.listen}: {error}{advice}", file=sys.stderr)
         return 1
     return 0
 

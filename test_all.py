@@ -1167,6 +1167,18 @@ def test_a_time_below_0_is_refused(main, flags, capfd):
         main(flags.split())
     assert ended.value.code == 2 and re.search("--(every|pause-limit)-s: invalid seconds value: '(-1|nan)'", capfd.readouterr().err)
 
+def test_a_client_that_is_killed_leaves_no_traceback(tmp_path, capfd):
+    with bucket.Server(("127.0.0.1", 0), bucket.Handler) as server:
+        server.bucket, server.key_id, server.secret = bucket.FileBucket(tmp_path), "", ""
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        seen, server.handle_error = threading.Event(), lambda *a: (bucket.Server.handle_error(server, *a), seen.set())
+        with socket.create_connection(server.server_address) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a reset
+            client.send(b"GET")
+        assert seen.wait(10)
+        server.shutdown()
+    assert capfd.readouterr().err == ""
+
 def test_commands_copy_list_and_remove(bucket_served, bucket_aws, tmp_path, capfdbinary):
     address = f"{bucket_served[0]}/commands"
     (tmp_path / "in").write_bytes(b"\x00\xff" * 1000)
@@ -3245,6 +3257,24 @@ def test_a_reward_file_is_part_of_the_run(grpo_start, grpo_base, tmp_path):
     file.write_text("def mine(completions, **_):\n    return [float(len(c)) for c in completions]\n")
     other = grpo_start("--role", "actor", *flags)
     assert other.end() == 2 and "--reward" in other.lines[-1]
+
+def test_a_reward_that_never_gives_a_number_stops_the_actor(grpo_start, grpo_base, tmp_path):
+    shutil.copytree(grpo_base, tmp_path / "base")
+    (tmp_path / "reward.py").write_text("def nothing(completions, **_):\n    return [None, float('nan')] + [None] * (len(completions) - 2)\n")
+    flags = ["--bucket", tmp_path, "--reward", f"{tmp_path}/reward.py:nothing"]
+    grpo_start("--role", "learner", *flags, "--groups-per-step", 2, "--steps", 2, "--eval-steps", -1).until("^ready ")
+    actor = grpo_start("--role", "actor", *flags)
+    assert actor.end() == 2 and re.search(r"error: 1\d\d groups in a row without one finite reward", actor.lines[-1])
+
+def test_ctrl_c_while_torch_is_imported_and_later_ends_in_order_and_says_so(grpo_start, tmp_path):
+    early = subprocess.Popen([sys.executable, grpo_async.__file__, "--role", "actor", "--bucket", tmp_path], stderr=subprocess.PIPE, text=True)
+    grpo_wait(lambda: "libtorch" in Path(f"/proc/{early.pid}/maps").read_text(), "torch", 30)
+    early.send_signal(signal.SIGINT)
+    assert early.communicate(timeout=30)[1] == "" and early.returncode == 1
+    actor = grpo_start("--role", "actor", "--bucket", tmp_path)
+    actor.until("waiting 5 s for run.json")
+    os.kill(actor.pid, signal.SIGINT)
+    assert actor.end() == 1 and actor.lines[-1].startswith("warning: stopped; the same command goes on"), actor.text
 
 @pytest.mark.parametrize("answer, completion, want", [
     ("42", "so 41 or \\boxed{42}", 1), ("42", "\\boxed{41} 42", 0), ("42", "is 42.", 1), ("1234.5", "it is 1,234.50", 1), ("-3", "x = -3", 1),
