@@ -374,11 +374,11 @@ class Group:
     def is_equal(self) -> bool:
         return len(self.rewards) < 2 or max(self.rewards) == min(self.rewards)
 
-    def trained_tokens(self, run: dict) -> list[int]:
+    def trained_tokens(self, update: dict) -> list[int]:
         """Tokens of each completion that enter the loss: 0 for one that has no gradient or is masked."""
-        if self.is_equal and not run["kl"]:
+        if self.is_equal and not update["kl"]:
             return [0] * len(self.rewards)
-        return [0 if run["mask_truncated"] and is_cut else len(ids)
+        return [0 if update["mask_truncated"] and is_cut else len(ids)
                 for ids, is_cut in zip(self.completion_ids, self.truncated)]
 
 @dataclass
@@ -414,14 +414,14 @@ class Rows:
     sampler_logprobs: object  # [C, T]
     advantage: object         # [C]
 
-def pieces(groups: list[Group], run: dict, budget: int, share: bool) -> list[tuple]:
+def pieces(groups: list[Group], update: dict, budget: int, share: bool) -> list[tuple]:
     """Cuts groups into (prompt ids, [(ids, sampler logprobs, advantage)]) of at most `budget` tokens where possible;
     with share=False one completion each, for models whose layers are not all full attention."""
     found = []
     for g in groups:
         size = budget + 1  # more than a piece: the first completion opens one
-        scaled = advantages(g.rewards, run["loss"] != "dr_grpo")
-        for ids, sampler, a, n in zip(g.completion_ids, g.sampler_logprobs, scaled, g.trained_tokens(run)):
+        scaled = advantages(g.rewards, update["loss"] != "dr_grpo")
+        for ids, sampler, a, n in zip(g.completion_ids, g.sampler_logprobs, scaled, g.trained_tokens(update)):
             if n and (size + n - 1 > budget or not share):
                 found.append((g.prompt_ids, []))
                 size = len(g.prompt_ids)
@@ -500,8 +500,9 @@ def row_logprobs(policy: Policy, rows: Rows, slot: int | None, temperature: floa
     logprobs, entropy = lora.token_logprobs(taken, head.weight, head.bias, rows.targets[rows.mask], temperature)
     return torch.zeros(rows.mask.shape, device=logprobs.device).masked_scatter(rows.mask, logprobs), entropy
 
-def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict, budget: int) -> tuple[dict, dict]:
+def chunk_gradient(policy: Policy, groups: list[Group], update: dict, budget: int) -> tuple[dict, dict]:
     """The gradient of the summed loss of some groups under the adapter in slot 0: ({name: fp32 CPU tensor}, sums).
+    `update` holds the scalars of the step's entry.
 
     sums are what a step's metrics are made of: ratio, kl, entropy and clipped run over trained tokens."""
     policy.lora.train(0)
@@ -515,7 +516,7 @@ def chunk_gradient(policy: Policy, groups: list[Group], run: dict, update: dict,
     loss_function, low, high, cap = LOSSES[update["loss"]][0], update["clip_low"], update["clip_high"], update["tis"] or math.inf
     extra = {"max_tokens": update["max_tokens"]} if update["loss"] == "dr_grpo" else {}
     share = policy.shares_prompts
-    for rows in pack(pieces(groups, run, budget, share), budget, share, policy.model.device):
+    for rows in pack(pieces(groups, update, budget, share), budget, share, policy.model.device):
         learner_logprobs, entropy = row_logprobs(policy, rows, 0, update["temperature"])
         log_r = log_ratio(learner_logprobs, rows.sampler_logprobs, rows.mask)
         kl = penalty = torch.zeros_like(log_r)
@@ -1026,7 +1027,7 @@ class Learner:
             groups.append(group)
         is_checked = chunk == 0 and step % 10 == 1 and len(set(groups[0].versions)) == 1
         fetched = self.pool.submit(self.bucket.fetch, f"adapters/v{groups[0].versions[0]:06d}") if is_checked else None
-        grads, sums = chunk_gradient(self.policy, groups, self.run, entry["update"], self.args.token_budget)
+        grads, sums = chunk_gradient(self.policy, groups, entry["update"], self.args.token_budget)
         # Neither the first chunk (which compiles) nor one of mostly equal groups tells how fast this learner is.
         if self.is_warm and sums["trained_tokens"] * 2 * len(entry["chunks"]) > entry["update"]["trained_tokens"]:
             now_s = (time.monotonic() - began) / sums["trained_tokens"]

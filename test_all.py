@@ -2187,7 +2187,7 @@ def grpo_update(loss="dapo", **more):
             "beta1": 0.9, "beta2": 0.999, "eps": 1e-8} | more
 
 def grpo_gradient(policy, groups, update, budget=64):
-    return grpo_async.chunk_gradient(policy, groups, update, update, budget)
+    return grpo_async.chunk_gradient(policy, groups, update, budget)
 
 def grpo_near(got, want, tolerance=1e-5):
     """Gradients equal up to rounding: the difference against the larger one's size."""

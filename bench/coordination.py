@@ -61,10 +61,10 @@ def new_learner(bucket, kind, *flags: str):
 
 def timed_gradient(group_s: float):
     """grpo_async.chunk_gradient with a wait of `group_s` seconds a group in place of forward and backward."""
-    def wait(policy, groups, run, update, budget):
+    def wait(policy, groups, update, budget):
         time.sleep(group_s * len(groups))
         draw, rewards = torch.Generator().manual_seed(len(groups)), [x for g in groups for x in g.rewards]
-        tokens = sum(n for g in groups for n in g.trained_tokens(run))
+        tokens = sum(n for g in groups for n in g.trained_tokens(update))
         sums = dict.fromkeys(("loss", "kl", "entropy", "clipped", "truncated"), 0.0)
         sums |= dict.fromkeys(("count", "ratio", "trained_tokens", "completion_tokens"), tokens)
         sums |= {"rollouts": len(rewards), "reward": sum(rewards)}

@@ -63,7 +63,7 @@ def our_policy(folder: str | None) -> grpo_async.Policy:
     return policy
 
 def ours(policy: grpo_async.Policy, groups: list, budget: int) -> dict:
-    return grpo_async.chunk_gradient(policy, groups, UPDATE, UPDATE, budget)[0]
+    return grpo_async.chunk_gradient(policy, groups, UPDATE, budget)[0]
 
 def peft_model(folder: str | None, shapes: dict):
     from peft import LoraConfig, get_peft_model

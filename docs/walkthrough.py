@@ -53,7 +53,7 @@ def page(address: str, step: int) -> str:
     advantages = grpo.advantages(group.rewards)
 
     policy.lora.load(0, old)
-    grads, sums = grpo.chunk_gradient(policy, groups, run, entry["update"], args.token_budget)
+    grads, sums = grpo.chunk_gradient(policy, groups, entry["update"], args.token_budget)
     size, clip, metrics = norm(grads.values()) / entry["update"]["normaliser"], entry["update"]["clip_norm"], after["previous"]
     assert math.isclose(size, metrics["grad_norm"], rel_tol=1e-3), (size, metrics["grad_norm"])
     assert math.isclose(sums["ratio"] / sums["trained_tokens"], metrics["ratio"], rel_tol=1e-3), (sums, metrics["ratio"])
