@@ -430,12 +430,12 @@ def pieces(groups: list[Group], update: dict, budget: int, share: bool) -> list[
                 size += n - 1
     return found
 
-def pack(found: list[tuple], budget: int, share: bool, device="cpu") -> list[Rows]:
-    """First-fit decreasing of pieces into forwards of at most `budget` tokens, padding included, or of one piece."""
+def pack(groups: list[Group], update: dict, budget: int, share: bool, device="cpu") -> list[Rows]:
+    """First-fit decreasing of the groups' pieces into forwards of at most `budget` tokens, padding included, or of one piece."""
     def tokens(batch):
         lengths = [len(prompt) + sum(len(ids) - 1 for ids, _, _ in completions) for prompt, completions in batch]
         return sum(lengths) if share else len(lengths) * max(lengths)
-    batches = []
+    batches, found = [], pieces(groups, update, budget, share)
     for piece in sorted(found, key=lambda piece: tokens([piece]), reverse=True):  # stable: keeps the groups' order
         batch = next((b for b in batches if tokens([*b, piece]) <= budget), None)
         if batch is None:
@@ -515,8 +515,7 @@ def chunk_gradient(policy: Policy, groups: list[Group], update: dict, budget: in
              "completion_tokens": sum(len(i) for g in groups for i in g.completion_ids)}
     loss_function, low, high, cap = LOSSES[update["loss"]][0], update["clip_low"], update["clip_high"], update["tis"] or math.inf
     extra = {"max_tokens": update["max_tokens"]} if update["loss"] == "dr_grpo" else {}
-    share = policy.shares_prompts
-    for rows in pack(pieces(groups, update, budget, share), budget, share, policy.model.device):
+    for rows in pack(groups, update, budget, policy.shares_prompts, policy.model.device):
         learner_logprobs, entropy = row_logprobs(policy, rows, 0, update["temperature"])
         log_r = log_ratio(learner_logprobs, rows.sampler_logprobs, rows.mask)
         kl = penalty = torch.zeros_like(log_r)
@@ -541,7 +540,7 @@ def rescore(policy: Policy, group: Group, tensors: dict, run: dict, budget: int)
     policy.lora.load(1, tensors)
     everything, total, n = run | {"kl": 1.0, "mask_truncated": False}, 0.0, 0
     with torch.no_grad():
-        for rows in pack(pieces([group], everything, budget, policy.shares_prompts), budget, policy.shares_prompts, policy.model.device):
+        for rows in pack([group], everything, budget, policy.shares_prompts, policy.model.device):
             logprobs, _ = row_logprobs(policy, rows, 1, run["temperature"])
             total += (logprobs - rows.sampler_logprobs)[rows.mask].abs().sum().item()
             n += int(rows.mask.sum())

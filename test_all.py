@@ -2292,12 +2292,12 @@ def test_packed_logprobs_equal_one_plain_forward_per_completion(kind):
     where the layers slide. 1e-5 is fp32 rounding of sums in another order."""
     policy = grpo_policy(kind)
     groups = grpo_groups(policy, 5)
-    share, run = kind != "sliding", grpo_update(kl=1.0)
+    share, update = kind != "sliding", grpo_update(kl=1.0)
     for budget in (30, 64, 512):
         want = {(tuple(c), a): (g.prompt_ids, s) for g in groups for c, s, a in
                 zip(g.completion_ids, g.sampler_logprobs, grpo_async.advantages(g.rewards))}
         with torch.no_grad():
-            for rows in grpo_async.pack(grpo_async.pieces(groups, run, budget, share), budget, share, "cpu"):
+            for rows in grpo_async.pack(groups, update, budget, share):
                 assert rows.ids.numel() <= budget
                 got, entropy = grpo_async.row_logprobs(policy, rows, 0, 0.7)
                 assert len(entropy) == int(rows.mask.sum())
@@ -2313,7 +2313,7 @@ def test_flex_attention_gives_what_the_sdpa_mask_gives():
     """What a CUDA device runs, here without compiling it."""
     policy = grpo_policy()
     groups = grpo_groups(policy, 3)
-    rows, = grpo_async.pack(grpo_async.pieces(groups, grpo_update(kl=1.0), 128, True), 128, True, "cpu")
+    rows, = grpo_async.pack(groups, grpo_update(kl=1.0), 128, True)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         want, _ = grpo_async.row_logprobs(policy, rows, 0, 1.0)
         policy.model.set_attn_implementation("flex_attention")

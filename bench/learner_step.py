@@ -113,7 +113,7 @@ def compare(policy, model, groups: list, budget: int) -> tuple[float, float]:
         logprobs = their_logprobs(model, batch)[0]
         wanted = {tuple(ids): row[:len(ids)] for ids, row in zip((c for g in groups for c in g.completion_ids), logprobs)}
         worst = 0.0
-        for rows in grpo_async.pack(grpo_async.pieces(groups, UPDATE, budget, True), budget, True):
+        for rows in grpo_async.pack(groups, UPDATE, budget, True):
             for ids, mask, got in zip(rows.targets, rows.mask, grpo_async.row_logprobs(policy, rows, 0, 1.0)[0]):
                 worst = max(worst, (wanted[tuple(ids[mask].tolist())] - got[mask]).abs().max().item())
     mine, other = ours(policy, groups, budget), theirs(model, groups)

@@ -30,7 +30,7 @@ def adapter(bucket, version: int) -> dict:
 def completion_logprobs(policy, group, run, tensors) -> list[list[float]]:
     """Learner logprobs of each token of each completion of a group under an adapter."""
     policy.lora.load(0, tensors)
-    rows, = grpo.pack(grpo.pieces([group], run, 10**6, share=True), 10**6, share=True)
+    rows, = grpo.pack([group], run, 10**6, share=True)
     with grpo.torch.no_grad():
         logprobs, _ = grpo.row_logprobs(policy, rows, 0, run["temperature"])
     return [row[:len(ids)].tolist() for row, ids in zip(logprobs, group.completion_ids)]
