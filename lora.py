@@ -197,9 +197,6 @@ class Lora:
         """A and B of a slot under PEFT's names: views of the stacks, so an update in place is seen at once."""
         return self._parameters[slot]
 
-    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
-        return {key: parameter.detach() for key, parameter in self._parameters[slot].items()}
-
     def train(self, slot: int | None) -> None:
         """Lets gradients reach this slot's A and B and no other's (None: none)."""
         for s, parameters in enumerate(self._parameters):
@@ -602,7 +599,7 @@ class Sampler:
         the rows of unloaded versions are waited for first."""
         with self._changed:
             if name in self._versions:
-                held = self.lora.tensors(self._versions[name][0])
+                held = self.lora.parameters(self._versions[name][0])
                 if held.keys() != tensors.keys() or not all(torch.equal(held[k], tensors[k].to(held[k])) for k in held):
                     raise AdapterError(f"{name}: loaded with other weights already; a name is one set of weights for ever")
                 return

@@ -1534,7 +1534,7 @@ def test_a_slot_refuses_what_does_not_fit_the_model_and_stays_as_it_was():
     for says, bad in ((r"shape \(4, 33\), expected \(4, 48\)", wide), ("NaN", nan), ("missing", missing), ("unknown", {**good, "x": torch.ones(1)})):
         with pytest.raises(AdapterError, match=says):
             layers.load(0, bad)
-        assert all(torch.equal(t, held[key]) for key, t in layers.tensors(0).items())
+        assert all(torch.equal(t, held[key]) for key, t in layers.parameters(0).items())
     with pytest.raises(AdapterError, match="no such linear layer"):
         Lora(lora_model(), r=4, alpha=8, target_modules=["lm_head"])
 
@@ -2454,7 +2454,7 @@ def test_the_ratio_is_one_while_sampler_and_learner_have_the_same_weights(temper
     """Our own sampler's logprobs against the learner's packed forward: 1e-4 in fp32."""
     policy = grpo_policy()
     sampler = lora.Sampler(policy.model, policy.lora, {1}, max_rows=8, max_len=32)
-    sampler.load("policy-v0", {name: t.detach().clone() for name, t in policy.lora.tensors(0).items()})
+    sampler.load("policy-v0", {name: t.detach().clone() for name, t in policy.lora.parameters(0).items()})
     asked = [(prompt, sampler.submit(prompt, 4, 8, temperature, "policy-v0", seed)) for seed, prompt in enumerate(([3, 4], [5, 6, 7]))]
     while sampler.step():
         pass
