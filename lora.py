@@ -215,11 +215,11 @@ class Lora:
             parameter.copy_(tensors[key])
 
     @contextmanager
-    def use(self, slots: int | list[int] | torch.Tensor | None):
+    def use(self, slots: int | list[int] | None):
         """Forwards inside use this slot, or one slot per row of the batch (−1: the base), or no adapter (None, free).
 
         A backward that recomputes its forward must be inside, too."""
-        rows = [-1] if slots is None else [slots] if isinstance(slots, int) else torch.as_tensor(slots).tolist()
+        rows = [-1] if slots is None else [slots] if isinstance(slots, int) else slots
         used, blank, before = sorted(set(rows) - {-1}), None, self._route
         if len(set(rows)) > 1:
             columns = torch.arange(used[0], used[-1] + 1).repeat_interleave(self.r)
