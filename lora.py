@@ -164,11 +164,10 @@ class AddProduct(torch.autograd.Function):
 class Lora:
     """The adapters of one model, in `slots` version slots, all zero at first; freezes the model.
 
-    `target_modules` as in PEFT: "all-linear" (all but the head), or the last parts of module names. `dtype` is that of
-    the stored A and B: fp32 to train, the base's own to serve without a cast at every forward."""
+    `target_modules` as in PEFT: "all-linear" (all but the head), or the last parts of module names. A and B are stored
+    in fp32, and applied in the base's dtype."""
 
-    def __init__(self, model: nn.Module, r: int, alpha: float, target_modules: str | list[str] = "all-linear",
-                 slots: int = 1, dtype: torch.dtype = torch.float32):
+    def __init__(self, model: nn.Module, r: int, alpha: float, target_modules: str | list[str] = "all-linear", slots: int = 1):
         if r < 1 or alpha <= 0 or slots < 1:
             raise AdapterError(f"r={r} alpha={alpha} slots={slots}: all three must be positive")
         self.r, self.scale, self.slots = r, alpha / r, slots
@@ -184,7 +183,7 @@ class Lora:
             n_out, n_in = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
             a, b = (f"{PREFIX}{name}.lora_{side}.weight" for side in "AB")
             shapes[a], shapes[b] = (r, n_in), (n_out, r)
-            self._stacks[a], self._stacks[b] = (module.weight.new_zeros(slots * r, n, dtype=dtype) for n in (n_in, n_out))
+            self._stacks[a], self._stacks[b] = (module.weight.new_zeros(slots * r, n, dtype=torch.float32) for n in (n_in, n_out))
             module.register_forward_hook(partial(self._add_product, a, b))
         if not shapes:
             raise AdapterError(f"target modules {target_modules}: {type(model).__name__} has no such linear layer")

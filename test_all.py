@@ -1903,7 +1903,7 @@ def test_an_error_in_a_step_reaches_the_requests_under_way_and_the_loop_lives(ca
 def test_in_bf16_a_batch_of_one_and_of_eight_give_the_same_logprobs_within_a_tenth():
     """bf16 keeps 8 bits: one rounding is 0.4 % of a logit; logits here are within ±12, so 0.1 is two such roundings."""
     model = lora_model(initializer_range=0.1).to(torch.bfloat16)
-    layers = Lora(model, 4, 8, slots=2, dtype=torch.bfloat16)
+    layers = Lora(model, 4, 8, slots=2)
     sampler = Sampler(model, layers, {1}, max_rows=8, max_len=64)
     for version in (1, 2):
         sampler.load(f"policy-v{version}", lora_adapter(layers.shapes, version, 0.1))
