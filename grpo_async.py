@@ -1627,7 +1627,7 @@ def base_files(model) -> dict[str, bytes]:
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     return {name: text.encode() for name, text in texts.items()} | {"model.safetensors": save_tensors(tensors, {"format": "pt"})}
 
-# ---------------------------------------------------------------- 8. Roles
+# ---------------------------------------------------------------- 8. Roles, arguments, main
 
 # What run.json fixes for everybody; a joiner takes all of it from the bucket. A flag that was not given is None.
 RUN_FLAGS = (  # name, type or choices, default, meaning
@@ -2024,8 +2024,6 @@ def run_all(args, argv: list[str]) -> int:
             except subprocess.TimeoutExpired:
                 process.kill()
     return code
-
-# ---------------------------------------------------------------- 9. Arguments and main
 
 # What --help shows, so that it fits on a screen; --help-all shows every flag.
 EVERYDAY = ("role bucket sampler listen token device samplers actors out merge model data eval-data task reward steps groups-per-step "
