@@ -183,6 +183,8 @@ class FileBucket(Bucket):
     def __init__(self, folder: str | Path):
         self.root = Path(os.path.abspath(os.path.expanduser(folder)))
         self.address = str(self.root)
+        if self.root.is_file():
+            raise BadKey(f"{self.root} is a file, want a folder")
 
     def put_new(self, key: str, data: bytes | BinaryIO) -> bool:
         return self._write(key, data, is_new=True)

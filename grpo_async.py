@@ -1970,7 +1970,7 @@ def run_export(bucket, args) -> None:
     """Copies an adapter to --out as PEFT files; --merge writes base and adapter as one model instead."""
     if not args.out:
         raise UserError("--role export needs --out DIR")
-    run, out = join_run(bucket, args), Path(args.out)
+    run, out = join_run(bucket, args), FileBucket(args.out).root
     version, tensors = published(bucket, args.policy_version)
     out.mkdir(parents=True, exist_ok=True)
     if args.merge:

@@ -4690,7 +4690,7 @@ def people_data(folder, **columns):
     (2, "--max-staleness must be at least 0 .* got -1", "--max-staleness -1"), (2, "--lr must be at least 0 .* got nan", "--lr nan"),
     (2, "--learners must be at least 1", "--learners 0"), (2, "--temperature must be above 0", "--temperature 0"),
     (2, "missing.jsonl: .*No such file", "--data {at}/missing.jsonl --task math"), (2, "want s3://bucket/prefix", "--bucket s3://"), (2, "address 'ftp://x'", "--bucket ftp://x"),
-    (1, "Not a directory", "--bucket {at}/d.jsonl"), (1, "/proc/nope/probe: this folder cannot be made", "--bucket /proc/nope"),
+    (2, "d.jsonl is a file, want a folder", "--bucket {at}/d.jsonl"), (1, "/proc/nope/probe: this folder cannot be made", "--bucket /proc/nope"),
     (2, "no_such_folder: there is no such folder", "--model {at}/no_such_folder"), (2, "cut on cpu: Error while deserializing", "--model {models}/cut"),
     (2, "no_weights on cpu: .*model.safetensors", "--model {models}/no_weights"), (2, "tokenizer of another model", "--model {models}/other_tokenizer"),
     (2, "--max-tokens add up to 516, the context of .* is 256", "--model {models}/whole --max-tokens 500"), (2, "on cuda: .*CUDA", "--model {models}/whole --device cuda"),
