@@ -210,7 +210,7 @@ class FileBucket(Bucket):
                         return True
                     except FileExistsError:
                         # Subtle: over NFS the reply to our own link may be lost; its retry finds two names here.
-                        return os.stat(temp.name).st_nlink == 2
+                        return os.stat(temp.name).st_nlink > 1 and os.path.samefile(temp.name, path)
                     except OSError as error:
                         if error.errno not in NO_SUCH_CALL:
                             raise
@@ -276,11 +276,15 @@ class FileBucket(Bucket):
 
     def probe(self) -> bool:
         """As Bucket.probe; and removes what killed writers left more than a day ago. O(n) in files."""
+        holds = super().probe()
+        with open_temp(self.root) as mark:     # the clock that wrote the others' times, which may not be this machine's
+            now = os.fstat(mark.fileno()).st_mtime
+        os.unlink(mark.name)
         for path in self.root.rglob(f"{TEMP}*"):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime < time.time() - TEMP_S:
+                if path.stat().st_mtime < now - TEMP_S:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return super().probe()
+        return holds
 
 # ---- An S3 store -------------------------------------------------------------------------------------------
 

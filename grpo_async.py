@@ -195,7 +195,7 @@ class Task:
                 return [None] * n
             for i, value in enumerate(values):
                 totals[i] = totals[i] if value is None else (totals[i] or 0.0) + weight * value
-        return totals
+        return [x if x is not None and abs(x) < 3e38 else None for x in totals]  # a group holds fp32
 
     def call(self, name: str, function, columns: dict, n: int) -> list[float | None] | None:
         """One reward function, in a thread of its own so that a hang costs `timeout_s` and not the actor.
@@ -255,13 +255,13 @@ def math_reward(completions, answer, **_) -> list[float]:
 def read_rows(text: str, name: str) -> list[dict]:
     """The rows of a JSON-lines file; UserError naming file and line for what is not one."""
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also cut at U+2028, which JSON allows in a string
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{name} line {number}: not JSON ({error.msg}); expected one object per line") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name} line {number}: not JSON ({getattr(error, 'msg', error)}); expected one object per line") from None
         prompt = row.get("prompt") if isinstance(row, dict) else None
         is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
         if not prompt or not (is_chat or isinstance(prompt, str)):
@@ -597,8 +597,8 @@ def read_group(data: bytes, key: str, run: dict) -> Group:
         lengths, K = t["lengths"].tolist(), len(t["rewards"])
         ids, logprobs = t["completion_ids"].split(lengths), t["sampler_logprobs"].split(lengths)
         vocabulary = torch.cat([t["prompt_ids"], t["completion_ids"]])
-        is_sane = (1 <= K <= run["group_size"] and len(lengths) == len(t["versions"]) == len(t["truncated"]) == K
-                   and 1 <= min(lengths) and max(lengths) <= run["max_tokens"] and len(t["prompt_ids"]) > 0
+        is_sane = (all(x.ndim == 1 and x.is_floating_point() == (name in ("sampler_logprobs", "rewards")) for name, x in t.items()) and 1 <= K <= run["group_size"] and len(lengths) == len(t["versions"]) == len(t["truncated"]) == K
+                   and 1 <= min(lengths) and max(lengths) <= run["max_tokens"] and 0 < len(t["prompt_ids"]) <= run["max_prompt_tokens"]
                    and t["sampler_logprobs"].isfinite().all() and (t["sampler_logprobs"] <= 1e-4).all()
                    and t["rewards"].isfinite().all() and 0 <= vocabulary.min() and vocabulary.max() < run["vocabulary"]
                    and int(t["versions"].min()) == number_in(key))
@@ -623,9 +623,13 @@ def number_in(key: str) -> int:
     """The version of a group's or an adapter's key, the step of any other: the six digits of its second segment."""
     return int(key.split("/")[1].lstrip("v")[:6])
 
+def listed(bucket, prefix: str, start_after: str = "") -> list[str]:
+    """The keys of the log below a prefix; what else lies in a folder (.DS_Store, .nfs…) is no business of ours."""
+    return [k for k in bucket.list(prefix, start_after=start_after) if re.match(r"[a-z]+/v?\d{6}\b(?!.*~$)", k)]
+
 def manifests(bucket, prefix: str) -> list[int]:
     """Versions of adapters/ or steps of checkpoints/ whose manifest is there, in order."""
-    return sorted(number_in(k) for k in bucket.list(prefix) if k.endswith("/manifest.json"))
+    return sorted(number_in(k) for k in listed(bucket, prefix) if k.endswith("/manifest.json"))
 
 class Log:
     """The entries of steps/, read once each."""
@@ -638,7 +642,7 @@ class Log:
         if time.monotonic() - self.listed_at < max_age_s:
             return self.newest
         self.listed_at = time.monotonic()
-        for key in self.bucket.list("steps/", start_after=f"steps/{self.newest:06d}.json"):
+        for key in listed(self.bucket, "steps/", f"steps/{self.newest:06d}.json"):
             self.newest = max(self.newest, number_in(key))
         return self.newest
 
@@ -798,7 +802,7 @@ class Learner:
             self.behind.landed()
         self.decided, newest = 0, self.log.refresh()
         young = policy_version(newest, self.run) - self.run["max_staleness"]
-        oldest = max(0, min([young, *map(number_in, self.bucket.list("groups/"))]) * self.run["sync_steps"])
+        oldest = max(0, min([young, *map(number_in, listed(self.bucket, "groups/"))]) * self.run["sync_steps"])
         list(self.pool.map(self.log.read, range(oldest + 1, newest + 1)))
         self.groups, self.consumed = {}, self.log.named(oldest + 1, newest)
         self.load_checkpoint()
@@ -864,8 +868,7 @@ class Learner:
         self.company = self.find_company()
         others = self.learners.poll(1.0).keys() - {self.id}
         self.log.refresh(0.0 if others else 1.0)  # alone, it hears of a newcomer's entry when it writes its own, too
-        listed = self.bucket.list("groups/", start_after=start)
-        new = [k for k in listed if k not in self.groups and k not in self.consumed]
+        new = [k for k in listed(self.bucket, "groups/", start) if k not in self.groups and k not in self.consumed]
         return list(zip(new, self.pool.map(self.try_group, new)))
 
     def find_company(self) -> list[str]:
@@ -993,7 +996,7 @@ class Learner:
             if chunk in have or attempt < spoilt.get(chunk, 0):
                 return chunk, attempt, None
             return chunk, attempt, read_twice(self.bucket, key, lambda data: self.read_part(data, entry, chunk))
-        keys = sorted(self.bucket.list(f"parts/{entry['step']:06d}/"), key=len)  # 002 before 002.1
+        keys = sorted((k for k in listed(self.bucket, f"parts/{entry['step']:06d}/") if re.search(r"/\d+(\.\d+)?\.safetensors$", k)), key=len)  # 002 before 002.1
         for key, (chunk, attempt, part) in zip(keys, self.pool.map(read, keys)):
             if isinstance(part, str):
                 warn(f"{key} is set aside: {part}")
@@ -1100,7 +1103,7 @@ class Learner:
                 if manifest["digest"] == log.read(step + 1)["digest_before"]:
                     kept.append(step)
         floor, oldest = kept[-2], version - run["max_staleness"]
-        for key in self.bucket.list("groups/"):
+        for key in listed(self.bucket, "groups/"):
             v, step = number_in(key), consumed.get(key)
             if step is None and v < oldest:  # not seen here, or forgotten: its entry, if there is one, is among these
                 last = (v + run["max_staleness"] + 2) * run["sync_steps"] + 2 * run["checkpoint_steps"]
@@ -1110,7 +1113,7 @@ class Learner:
             if step is not None and step <= floor:
                 late.append(key)
         for prefix, last in (("parts/", floor), ("checkpoints/", floor - 1)):
-            late += [k for k in self.bucket.list(prefix) if 0 < number_in(k) <= last]
+            late += [k for k in listed(self.bucket, prefix) if 0 < number_in(k) <= last]
         for role, members in (("learner", self.learners), ("actor", self.actors)):
             members.poll(1.0)  # silence is counted from the last look
             late += [f"members/{role}-{i}.json" for i, silent_s in members.missing().items() if silent_s > 60]
@@ -1391,8 +1394,14 @@ class HttpSampler:
             "model": f"policy-v{version}", "prompt": prompt_ids, "n": n, "max_tokens": self.run["max_tokens"],
             "temperature": self.run["temperature"], "logprobs": 0, "return_token_ids": True, "seed": seed,
             "stop_token_ids": self.run["stop_ids"]})
-        return [lora.Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], None)
-                for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
+        try:
+            found = [lora.Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], None)
+                     for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
+            if all(0 <= i < self.run["vocabulary"] for c in found for i in c.token_ids) and all(x <= 0.1 for c in found for x in c.logprobs):
+                return found
+        except (LookupError, TypeError) as error:
+            raise Busy(f"its reply cannot be read ({type(error).__name__}: {error})") from None
+        raise Busy("its reply has tokens outside the vocabulary, or logprobs above 0")
 
 class Actor:
     """Asks for groups, scores them, writes them. Paced so that what it starts will still be young when it is used."""
@@ -1439,13 +1448,13 @@ class Actor:
         version = self.sampler.version()
         if version >= 0:
             self.adapter_sha256(version)  # now: it may be pruned before a slow group ends
-        listed = set(self.bucket.list("groups/", start_after=f"groups/{oldest:06d}"))  # the young ones
+        young = set(listed(self.bucket, "groups/", f"groups/{oldest:06d}"))
         others = [m for i, m in self.members.poll(0.5).items() if i != self.id]
         steps = max([self.args.steps, *(m.get("steps", 0) for m in others), *(self.log.read(t)["steps"] for t in (newest,) if t)])
         set_aside = {k for m in others for k in m.get("set_aside", [])}  # named by the next entry only: they fill no queue
         with self.lock:
-            self.mine = {k for k in self.mine - listed - named if number_in(k) >= oldest}
-            self.waiting = len(listed - named - set_aside)
+            self.mine = {k for k in self.mine - young - named if number_in(k) >= oldest}
+            self.waiting = len(young - named - set_aside)
             self.elsewhere, self.version = sum(m.get("inflight", 0) for m in others), version
             if newest >= steps:
                 self.done.set()
@@ -1881,7 +1890,7 @@ def summarize(bucket, run: dict, last: dict) -> dict:
         return sum(values) / len(values) if values else None
     named, dropped = ({k for e in entries for k in f(e)} for f in (named_groups, lambda e: e["dropped"]))
     equal, used = sum(e["groups_equal"] for e in entries), len(named - dropped)
-    pending = sum(k not in named for k in bucket.list("groups/"))
+    pending = sum(k not in named for k in listed(bucket, "groups/"))
     evals = {e["step"]: e for e in (json.loads(bucket.get(k)) for k in bucket.list("evals/"))}
     tokens = sum(r["tokens"] for r in rows)
     return {"steps": len(entries), "reward_first": mean("reward", rows[:5]), "reward_last": mean("reward", rows[-10:]),

@@ -70,6 +70,7 @@ BEAT_S, DEAD_S = 1.0, 15.0                           # members: rewritten every;
 FP32_TOLERANCE, BF16_FLOOR, GARBLED = 1e-3, 0.01, 0.5       # canary, nats
 MINUS_INFINITY = -9999.0                             # vLLM's JSON for log 0
 ALIAS, VERSION, ADAPTER_KEY = "policy", re.compile(r"policy-v(\d{1,12})"), re.compile(r"adapters/v\d{6,12}")
+CHUNK = re.compile(r"([0-9a-fA-F]+)[ \t]*(?:;[^\r\n\0]*)?\Z")   # the line before a chunk: its size, and extensions
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*?)[ \t]*")
 # All there is. The handler is the method named like the last segment; / and /metrics show the app's rows.
 ROUTES = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/v1/load_lora_adapter": "POST",
@@ -209,12 +210,18 @@ class Wire(asyncio.Protocol):
         if "transfer-encoding" not in headers:
             return await self.take(parse_length(headers.get("content-length", "0"), 10, limit))
         pieces = []
-        while size := parse_length((await self.line(b"\r\n")).split(";")[0].strip(), 16, limit):
-            pieces.append((await self.take(size + 2))[:-2])
+        while size := parse_length(CHUNK.sub(r"\1", await self.line(b"\r\n")), 16, limit):
+            pieces.append((piece := await self.take(size + 2))[:-2])
+            if piece[-2:] != b"\r\n":
+                raise ApiError(400, "malformed chunk")
             limit -= size
-        while await self.line(b"\r\n"):
-            pass                                         # trailers
+        while trailer := await self.line(b"\r\n"):
+            if not HEADER.fullmatch(trailer):
+                raise ApiError(400, "malformed trailer")
         return b"".join(pieces)
+
+def told(refused: dict) -> str:
+    return "; ".join(f"{replica.url}: {error}" for replica, error in refused.items())
 
 def parse_length(text: str, base: int, limit: int) -> int:
     if not re.fullmatch("[0-9]{1,15}" if base == 10 else "[0-9a-fA-F]{1,15}", text):
@@ -266,9 +273,9 @@ class Server:
                 wire.buffer.clear()
                 await wire.more()
         try:
-            if request.path in ("/pause", "/resume"):
-                self.limit_pause(request.path == "/pause")
             action = request.path.rpartition("/")[2]
+            if action in ("pause", "resume"):
+                self.limit_pause(False)
             if action in ("", "metrics"):
                 reply = (metrics_text if action else status_page)(self.app.rows())
             else:
@@ -278,6 +285,9 @@ class Server:
         except Exception:
             log.exception("%s failed", request.path)
             reply = ApiError(500, "internal error; the server's log says more").reply()
+        finally:
+            if request.path == "/pause":                 # its time begins when it stands, or when its client has left
+                self.limit_pause(True)
         wire.transport.write(reply.render(request.is_last))
         return not request.is_last
 
@@ -290,7 +300,7 @@ class Server:
             if not match:
                 raise ApiError(400, "malformed request line")
             path, _, query = match[2].partition("?")
-            if not self.is_allowed(path, headers.get("authorization", "").encode()):
+            if not self.is_allowed(path, headers.get("authorization", "").encode("latin-1")):
                 how = "Basic" if path == "/" else "Bearer"   # Basic: a browser asks its user
                 raise ApiError(401, "missing or wrong bearer token", **{"WWW-Authenticate": f'{how} realm="grpo"'})
             if path not in ROUTES:
@@ -408,6 +418,8 @@ async def read_reply(wire: Wire) -> tuple[Reply, bool]:
         while 100 <= status < 200:
             first, headers = await wire.head()
             status = int(first[9:12])
+        if status == 200 and not headers.keys() & {"content-length", "transfer-encoding"}:
+            raise ValueError("it does not say its length")
         body = await wire.body(headers, MAX_REPLY_BYTES)
     except (ValueError, ApiError) as error:
         raise ConnectionError(f"malformed reply: {error}") from None
@@ -797,7 +809,7 @@ class LiveMembers:
                     seen[key] = moved if before["counter"] == record["counter"] else now, record
                 except NotFound:                         # it left between the two calls
                     continue
-                except (ValueError, TypeError, LookupError) as error:
+                except (ValueError, TypeError, LookupError, RecursionError) as error:
                     log.warning("%s is no member record (%s): ignored", key, type(error).__name__)
             self.seen, self.read_at = seen, now
         return {record["id"]: record for moved, record in self.seen.values() if now - moved < self.dead_s}
@@ -880,7 +892,7 @@ class Router:
                     trouble = ""
                 except NotFound as error:                # too early
                     trouble = str(error)
-                except (OSError, ValueError, LookupError, TypeError) as error:
+                except Exception as error:               # whatever lies in the bucket: this task must outlive it
                     trouble = f"bucket: {type(error).__name__}: {error} (going on)"
                 if trouble not in ("", said):
                     log.warning("%s", trouble)
@@ -1163,24 +1175,27 @@ class Router:
             await self.forget(name)
         return done("removed", name)
 
-    async def everywhere(self, path: str) -> str:
-        """POST to all live replicas at once; why some failed."""
+    async def everywhere(self, path: str) -> dict[Replica, Exception]:
+        """POST to all live replicas at once; those that failed, and why."""
         live = [replica for replica in self.replicas.values() if replica.is_live]
         calls = (replica.call("POST", path, limit_s=LOAD_S) for replica in live)
         results = zip(live, await asyncio.gather(*calls, return_exceptions=True))
-        return "; ".join(f"{replica.url}: {result}" for replica, result in results if isinstance(result, Exception))
+        return {replica: result for replica, result in results if isinstance(result, Exception)}
 
     async def pause(self, request: Request) -> Reply:
         mode, self.is_on_hold = pause_mode(request), True
         if refused := await self.everywhere(f"/pause?mode={mode}"):
             await self.resume(None)
-            raise ApiError(504, f"not paused, and resumed where it was: {refused}")
+            raise ApiError(504, f"not paused, and resumed where it was: {told(refused)}")
         return to_json({"status": "paused"})
 
     async def resume(self, request: Request | None) -> Reply:
         self.is_on_hold = False
-        if (refused := await self.everywhere("/resume")) and request:
-            raise ApiError(504, f"not resumed: {refused}")
+        refused = await self.everywhere("/resume")
+        for replica, error in refused.items():
+            self.suspect(replica, f"not resumed: {error}")   # when it is checked, it is resumed
+        if refused and request:
+            raise ApiError(504, f"not resumed: {told(refused)}")
         return to_json({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Reply:
@@ -1218,7 +1233,7 @@ def published(key: str, manifest: bytes) -> Adapter:
         said = json.loads(manifest)
         canary = {what: said["canary"][what] for what in ("prompts", "dtype", "adapter", "base")}
         return Adapter(f"policy-v{int(said['policy_version'])}", key.removesuffix("/manifest.json"), canary)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
         log.warning("%s is set aside: %s: %s", key, type(error).__name__, error)
         return Adapter("", key)
 

@@ -3175,6 +3175,13 @@ def test_400_drops_the_prompt_and_401_stops_the_actor(grpo_start, grpo_bucket):
         actor = grpo_asking(grpo_start, grpo_bucket, url)
         assert actor.end() == 2 and "401" in actor.lines[-1] and "--token" in actor.lines[-1] and len(asked) == 1
 
+def test_what_an_editor_or_a_mount_leaves_in_a_folder_is_passed_over(grpo_base, tmp_path):
+    store = bucket.open_bucket(tmp_path)
+    for key in ("groups/.DS_Store", "groups/.nfs000000001", "steps/Thumbs.db", "steps/000002.json~", "checkpoints/.DS_Store", "groups/000003-a-000001.safetensors"):
+        store.put(key, b"x")
+    assert grpo_async.listed(store, "groups/") == ["groups/000003-a-000001.safetensors"]
+    assert grpo_async.listed(store, "steps/") == [] and grpo_async.manifests(store, "checkpoints/") == []
+
 def test_a_mistyped_sampler_is_refused_and_a_silent_one_is_named(grpo_start, grpo_bucket):
     actor = grpo_asking(grpo_start, grpo_bucket, "localhost:8000")
     assert actor.end() == 2 and "--sampler localhost:8000: expected http://HOST:PORT" in actor.lines[-1]
@@ -3240,6 +3247,15 @@ def test_a_reward_that_hangs_or_raises_costs_its_group_and_three_in_a_row_stop_t
     assert re.search("mine.*no such luck", capsys.readouterr().err)
     with pytest.raises(UserError, match="mine.*ZeroDivisionError.*no such luck"):
         grpo_score(broken)
+
+def test_a_line_separator_inside_a_string_is_part_of_the_row_and_absurd_lines_are_refused():
+    assert grpo_async.read_rows(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False), "d.jsonl") == [{"prompt": "a\u2028b\x85c"}]
+    for text in ("[" * 100_000, '{"prompt": ' + "9" * 5000 + "}"):
+        with pytest.raises(UserError, match="d.jsonl line 1: not JSON"):
+            grpo_async.read_rows(text, "d.jsonl")
+
+def test_a_reward_that_fp32_cannot_hold_leaves_its_rollout_out(grpo_score):
+    assert grpo_score(lambda completions: [1e39, 1.0, -1e39, 2.0]) == [None, 2.0, None, 4.0]
 
 def test_a_reward_file_is_part_of_the_run(grpo_start, grpo_base, tmp_path):
     """A joiner without it, or with another version of it, is told; one that raises stops its actor with exit code 2."""
