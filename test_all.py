@@ -3089,7 +3089,7 @@ def test_a_learner_without_actors_says_so_and_goes_on_when_one_comes(grpo_start,
     learner.done()
 
 def test_every_role_says_that_it_waits_for_a_run_and_gives_up_at_its_limit(grpo_start, tmp_path):
-    waiting = [grpo_start("--role", role, "--bucket", tmp_path, "--wait-s", 6) for role in ("actor", "sampler", "eval", "report", "export")]
+    waiting = [grpo_start("--role", role, "--bucket", tmp_path, "--out", tmp_path / "out", "--wait-s", 6) for role in ("actor", "sampler", "eval", "report", "export")]
     for p in waiting:
         assert "--role learner" in p.until("waiting .*run.json")
         assert p.end() == 1 and "6 s" in p.lines[-1]
