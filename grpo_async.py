@@ -996,7 +996,8 @@ class Learner:
             if chunk in have or attempt < spoilt.get(chunk, 0):
                 return chunk, attempt, None
             return chunk, attempt, read_twice(self.bucket, key, lambda data: self.read_part(data, entry, chunk))
-        keys = sorted((k for k in listed(self.bucket, f"parts/{entry['step']:06d}/") if re.search(r"/\d+(\.\d+)?\.safetensors$", k)), key=len)  # 002 before 002.1
+        keys = [k for k in listed(self.bucket, f"parts/{entry['step']:06d}/") if re.search(r"/\d+(\.\d+)?\.safetensors$", k)]
+        keys.sort(key=len)  # 002 before 002.1
         for key, (chunk, attempt, part) in zip(keys, self.pool.map(read, keys)):
             if isinstance(part, str):
                 warn(f"{key} is set aside: {part}")
@@ -1395,13 +1396,10 @@ class HttpSampler:
             "temperature": self.run["temperature"], "logprobs": 0, "return_token_ids": True, "seed": seed,
             "stop_token_ids": self.run["stop_ids"]})
         try:
-            found = [lora.Completion(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"], None)
-                     for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
-            if all(0 <= i < self.run["vocabulary"] for c in found for i in c.token_ids) and all(x <= 0.1 for c in found for x in c.logprobs):
-                return found
+            return [lora.Completion(list(c["token_ids"]), list(c["logprobs"]["token_logprobs"]), c["finish_reason"], None)
+                    for c in reply["choices"] if c["finish_reason"] in ("stop", "length")]
         except (LookupError, TypeError) as error:
             raise Busy(f"its reply cannot be read ({type(error).__name__}: {error})") from None
-        raise Busy("its reply has tokens outside the vocabulary, or logprobs above 0")
 
 class Actor:
     """Asks for groups, scores them, writes them. Paced so that what it starts will still be young when it is used."""
@@ -1536,7 +1534,8 @@ class Actor:
                 new = self.sampler.sample(prompt_ids, run["group_size"] - len(found), version, seed,
                                           min(left, self.args.group_deadline_s / 3))  # a hung request leaves time for another
                 new = [(c, version) for c in new if 0 < len(c.token_ids) == len(c.logprobs) <= run["max_tokens"]
-                       and all(-1000 < x <= 1e-4 for x in c.logprobs)]
+                       and all(type(i) is int and 0 <= i < run["vocabulary"] for i in c.token_ids)
+                       and all(x is not None and -1000 < x <= 1e-4 for x in c.logprobs)]
                 if not new:
                     raise Busy("no usable completion in the reply")
             except (Busy, TimeoutError, lora.UnknownVersion) as error:

@@ -220,9 +220,6 @@ class Wire(asyncio.Protocol):
                 raise ApiError(400, "malformed trailer")
         return b"".join(pieces)
 
-def told(refused: dict) -> str:
-    return "; ".join(f"{replica.url}: {error}" for replica, error in refused.items())
-
 def parse_length(text: str, base: int, limit: int) -> int:
     if not re.fullmatch("[0-9]{1,15}" if base == 10 else "[0-9a-fA-F]{1,15}", text):
         raise ApiError(400, "malformed length")
@@ -1226,6 +1223,9 @@ class Router:
                      ("vllm:num_requests_running", label, replica.in_flight), ("last error", label, replica.last_error)]
             rows += [("grpo:router_serves", {**label, "version": name}, 1) for name in sorted(replica.proven)]
         return rows
+
+def told(refused: dict[Replica, Exception]) -> str:
+    return "; ".join(f"{replica.url}: {error}" for replica, error in refused.items())
 
 def published(key: str, manifest: bytes) -> Adapter:
     """The version that a manifest announces; without a name, and reported, if it cannot be read."""

@@ -3191,6 +3191,16 @@ def test_a_mistyped_sampler_is_refused_and_a_silent_one_is_named(grpo_start, grp
         actor = grpo_asking(grpo_start, grpo_bucket, url, "--wait-s", 6)
         assert actor.end() == 1 and f"for a sampler that serves a version of the policy ({url}: ConnectionError)" in actor.lines[-1]
 
+@pytest.mark.parametrize("choice", [{}, {"token_ids": None}, {"token_ids": [10 ** 30]}, {"token_ids": [-1]}, {"logprobs": {"token_logprobs": [None]}}])
+def test_a_reply_that_cannot_be_used_is_asked_for_again(monkeypatch, choice):
+    good = {"token_ids": [6], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+    replies, run = iter([{"choices": [{"finish_reason": "stop"} | choice]}, {"choices": [good | choice, good]}, {"choices": [good]}]), \
+        {"vocabulary": 16, "max_tokens": 7, "temperature": 1.0, "stop_ids": [1], "group_size": 1, "seed": 0}
+    sampler = grpo_async.HttpSampler(None, run, "http://127.0.0.1:9", "")
+    monkeypatch.setattr(sampler, "call", lambda *_: next(replies))
+    actor = SimpleNamespace(run=run, args=SimpleNamespace(group_deadline_s=20), done=threading.Event(), id="a", version=0, sampler=sampler)
+    assert [c.token_ids for c, _ in grpo_async.Actor.collect(actor, [3], 0)] == [[6]]
+
 @pytest.mark.parametrize("answer", [0, 400])
 def test_a_sampler_that_never_gives_anything_is_not_asked_in_a_hot_loop(grpo_start, grpo_bucket, answer):
     """200 with no completion (a server paused in mode abort), and 400 to everything."""
